@@ -10,7 +10,7 @@ from fedrecon._src.privacy import accounting, ring
 from fedrecon._src.privacy import secure_sum as ss
 from fedrecon._src.privacy.accounting import Release, epsilon_of, noise_for
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise, system_generator
-from fedrecon._src.privacy.secure_sum import Dropouts
+from rehearsal import Dropouts, rehearse
 
 
 def signed(integers):
@@ -82,7 +82,7 @@ def test_a_secure_sum_of_noised_uploads_is_the_sum_and_the_noise_of_those_who_an
     uploads /= np.linalg.norm(uploads, axis=1, keepdims=True)
     share = share_of_noise(1.0, 3000, 2.0, clients=8, least=6)
     sent = np.stack([ring.quantise(share.grid, upload) + draw(share, rng) for upload in uploads])
-    result = ss.rehearse(sent, ss.plan(8, 3000), dropouts=Dropouts(share=[0], mask=[4]), entropy=ss.seeded(0))
+    result = rehearse(sent, ss.plan(8, 3000), dropouts=Dropouts(share=[0], mask=[4]), entropy=ss.seeded(0))
     assert result.clients == (1, 2, 3, 5, 6, 7)
     noise = ring.restore(share.grid, result.total) - uploads[list(result.clients)].sum(0)
     assert noise.std() == pytest.approx(2.0, rel=0.05)

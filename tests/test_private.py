@@ -247,8 +247,9 @@ def test_few_bits_are_for_two_servers():
 def test_simulation_equals_the_protocol_bit_for_bit(noise):
     """What the simulator adds up is what the server of a secure sum gets, and it decodes it to the same model."""
     pytest.importorskip("cryptography")
-    from fedrecon._src.privacy.secure_sum import Dropouts, plan, rehearse, seeded
+    from fedrecon._src.privacy.secure_sum import plan, seeded
     from fedrecon._src.server.fixed_point import from_vector, to_vectors
+    from rehearsal import Dropouts, rehearse
 
     options = {} if noise is None else {"noise_multiplier": noise, "per_round": 4, "least": 3}
     algorithm = recon(fr.aggregators.secure(1.0, clients=8, **options), lookup_model())

@@ -17,6 +17,7 @@ from fedrecon._src.privacy.noise import share_of_noise
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.primitives import add_mask
 from fedrecon._src.server.fixed_point import to_vectors
+from rehearsal import Dropouts, rehearse
 from test_private import through, uploads
 from test_secure_sum import MARGIN, Host, exact, until_request
 
@@ -144,9 +145,9 @@ def test_no_made_up_share_gives_a_wrong_sum(liar, share, threshold):
 def test_too_many_dropouts_give_an_error_with_both_numbers():
     vectors = np.ones((6, 3), np.uint32)
     for stage in ("advertise", "share", "mask", "unmask"):
-        gone = ss.Dropouts(**{stage: [0, 1, 2]})
+        gone = Dropouts(**{stage: [0, 1, 2]})
         with pytest.raises(ss.TooFewClients, match="3") as failure:
-            ss.rehearse(vectors, ss.plan(6, 3, threshold=4), dropouts=gone)
+            rehearse(vectors, ss.plan(6, 3, threshold=4), dropouts=gone)
         assert (failure.value.present, failure.value.needed) == (3, 4)
         assert "nobody's data is known" in str(failure.value)
 

@@ -42,13 +42,11 @@ from fedrecon._src.privacy.secure_sum.client_steps import advertise as advertise
 from fedrecon._src.privacy.secure_sum.client_steps import mask as mask
 from fedrecon._src.privacy.secure_sum.client_steps import share as share
 from fedrecon._src.privacy.secure_sum.client_steps import unmask as unmask
-from fedrecon._src.privacy.secure_sum.server_steps import Dropouts as Dropouts
 from fedrecon._src.privacy.secure_sum.server_steps import Sum as Sum
 from fedrecon._src.privacy.secure_sum.server_steps import SumState as SumState
 from fedrecon._src.privacy.secure_sum.server_steps import collect as collect
 from fedrecon._src.privacy.secure_sum.server_steps import deliver as deliver
 from fedrecon._src.privacy.secure_sum.server_steps import introduce as introduce
-from fedrecon._src.privacy.secure_sum.server_steps import rehearse as rehearse
 from fedrecon._src.privacy.secure_sum.server_steps import total as total
 from fedrecon._src.privacy.secure_sum.terms import SYSTEM as SYSTEM
 from fedrecon._src.privacy.secure_sum.terms import Entropy as Entropy

@@ -7,7 +7,6 @@ out of order, is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -41,31 +40,6 @@ class ClientState:
     cipher: bytes = field(default=b"", repr=False)
     circle: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     held: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
-
-    def to_bytes(self) -> bytes:
-        """Write the state, secrets and all, for a host that cannot keep an object between messages."""
-        pairs = {name: {k: [a.hex(), b.hex()] for k, (a, b) in getattr(self, name).items()} for name in _PAIRS}
-        secrets = {name: getattr(self, name).hex() for name in _SECRETS}
-        terms = self.terms.to_bytes().hex()
-        return json.dumps({"terms": terms, "me": self.me, "stage": self.stage, **secrets, **pairs}).encode()
-
-    @classmethod
-    def from_bytes(cls, saved: bytes) -> ClientState:
-        """Read a state that `to_bytes` wrote."""
-        try:
-            values = json.loads(saved)
-            pairs = {
-                name: {int(k): (bytes.fromhex(a), bytes.fromhex(b)) for k, (a, b) in values[name].items()}
-                for name in _PAIRS
-            }
-            seed, root, cipher = (bytes.fromhex(values[name]) for name in _SECRETS)
-            terms = Terms.from_bytes(bytes.fromhex(values["terms"]))
-            return cls(terms, int(values["me"]), str(values["stage"]), seed, root, cipher, **pairs)
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise SecureSumError("this is not a client's state that `to_bytes` wrote") from problem
-
-
-_PAIRS, _SECRETS = ("circle", "held"), ("seed", "root", "cipher")
 
 
 def advertise(
