@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedrecon as fr
-from fedrecon._src.app.cli import COMMANDS, main
+from fedrecon._src.app.cli import COMMANDS, main, train, tune
 from fedrecon._src.recommend.config import Factorization, Scale
 from fedrecon._src.recommend.rating_model import scale_ends
 from fedrecon._src.recommend.saved_models import FORMAT
@@ -509,9 +509,10 @@ def test_all_columns_that_are_missing_are_named_with_their_options(tmp_path, cap
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (b"user,item\n1,2\n", [], "--data.rating"),
-        (b"user,item\n1,2\n", [], "give --task clicks"),
-        (b"1,2\n3,4\n", [], "its first line has 2 fields; if it holds clicks"),
+        (b"user,item\n1,2\n", ["--task", "ratings"], "--data.rating"),
+        (b"user,item\n1,2\n", ["--task", "ratings"], "give --task clicks"),
+        (b"1,2\n3,4\n", ["--task", "ratings"], "its first line has 2 fields; if it holds clicks"),
+        (b"user,item,when\n1,2,now\n", [], "give --task clicks"),
         (b'{"client": "a", "text": "The cat sat."}\n', [], "if these are posts to learn text from, give --task text"),
         (b'{"client": "a", "text": "The cat."}\n', ["--task", "clicks"], "give --task text"),
         (b"user,item,rating\n1,2,3\n", ["--task", "text"], "--data.bad-rows"),
@@ -525,6 +526,33 @@ def test_an_unsuitable_file_gives_an_error_with_advice(content, options, message
     (tmp_path / "a.csv").write_bytes(content)
     assert main(["train", str(tmp_path / "a.csv"), "--out", str(tmp_path / "run"), *options]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [train, tune], ids=["train", "tune"])
+@pytest.mark.parametrize(
+    ("content", "options", "task"),
+    [
+        ("visitor,page\nann,/a\n", [], "clicks"),
+        ("7 8\n9 8\n", [], "clicks"),
+        ("visitor,page\nann,/a\n", ["--task", "ratings"], "ratings"),
+        ("user,item,rating\n1,2,3\n", [], "ratings"),
+        ("", [], "ratings"),
+    ],
+)
+def test_a_file_of_two_columns_is_read_as_clicks(command, content, options, task, tmp_path):
+    (tmp_path / "visits.csv").write_text(content)
+    args = command.parse([str(tmp_path / "visits.csv"), "--out", str(tmp_path / "run"), *options])
+    assert args.settings.task == task
+
+
+@pytest.mark.slow
+def test_a_file_of_two_columns_is_trained_on_without_options(tmp_path, capsys):
+    pairs = [f"{user},{(user + k) % 9}" for user in range(30) for k in range(4)]
+    (tmp_path / "visits.csv").write_text("\n".join(["visitor,page", *pairs]))
+    run = tmp_path / "run"
+    assert main(["train", str(tmp_path / "visits.csv"), "--out", str(run), "--rounds", "1", "--model.dim", "2"]) == 0
+    assert "--task clicks" in capsys.readouterr().err
+    assert json.loads((run / "run.json").read_text())["config"]["task"] == "clicks"
 
 
 @pytest.mark.slow

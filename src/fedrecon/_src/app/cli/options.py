@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -121,7 +122,7 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
       argv: its arguments.
       tasks: what it is for.
     """
-    base, _ = tyro.cli(Base, prog=f"fedrecon {command}", args=list(argv), return_unknown_args=True, add_help=False)
+    base = _parse_base(command, argv)
     file = base.config
     if base.resume is not None and (base.resume / RUN).exists():
         file = base.resume / RUN
@@ -135,3 +136,22 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
         raise ConfigError("task", task, f"must be {' or '.join(tasks)} for fedrecon {command}")
     preset = preset_of(task, base.preset or "default")
     return config_from_json(values, str(file), task, preset) if values else preset  # pydantic is slow to import
+
+
+def _parse_base(command: str, argv: Sequence[str]) -> Base:
+    return tyro.cli(Base, prog=f"fedrecon {command}", args=list(argv), return_unknown_args=True, add_help=False)[0]
+
+
+def means_clicks(command: str, argv: Sequence[str], settings: Config) -> bool:
+    """Say whether the data has users and items alone, which are clicks, where nothing else says what it is."""
+    base, data = _parse_base(command, argv), settings.data
+    chosen = base.task or base.config or base.resume or not isinstance(data, Data) or data.rating != Data.rating
+    if chosen or not Path(data.source).is_file() or Path(data.source).suffix == ".zip":
+        return False
+    from fedrecon._src.data.sources import DataError
+    from fedrecon._src.data.tables import TextOptions, open_table
+
+    written = {name: getattr(data, name) for name in TextOptions.__annotations__}
+    with contextlib.suppress(DataError), open_table(data.source, **written) as table:
+        return table.width == 2
+    return False  # loading says what is wrong with it

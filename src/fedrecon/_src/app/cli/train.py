@@ -134,6 +134,9 @@ def parse(argv: Sequence[str]) -> Train:
     default = options.default_config("train", argv)
     command = COMMANDS[default.task]
     args = options.parse(command, "train", argv, default=command(settings=default))
+    if options.means_clicks("train", argv, args.settings):
+        show.remark(f"{args.settings.data.source} has two columns, users and items: read with --task clicks")
+        return parse([*argv, "--task", "clicks"])
     return dataclasses.replace(args, out=args.resume or args.out)
 
 

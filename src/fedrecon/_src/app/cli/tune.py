@@ -63,7 +63,8 @@ def parse(argv: Sequence[str]) -> Tune:
     """Parse the options of the task."""
     default = options.default_config("tune", argv, tuple(COMMANDS))
     command = COMMANDS[default.task]
-    return options.parse(command, "tune", argv, default=command(settings=default, out=tyro.MISSING))
+    args = options.parse(command, "tune", argv, default=command(settings=default, out=tyro.MISSING))
+    return parse([*argv, "--task", "clicks"]) if options.means_clicks("tune", argv, args.settings) else args
 
 
 def run(args: Tune) -> int:
