@@ -176,31 +176,20 @@ def federated_ials(
     num_items = _check_model(model)
     cost = _Cost(unobserved, ridge, second_order)
 
-    def side_of(params: kit.Params, examples: kit.Examples, length: int) -> _Side:
-        columns = {name: column[:, :length] for name, column in examples.columns.items()}
-        item = columns["item"]
-        real = jnp.arange(item.shape[1]) < examples.count[:, None]
-        weights = jnp.where(real, model.loss(jnp.ones(item.shape), columns)[1], 0.0)
-        return _Side(params[ITEMS][item], params[HISTORY][item], weights)
-
     def define(model: kit.Model) -> kit.Method:
         by_rows = ITEMS in model.lookups
 
         def client(params: kit.Params, client_state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             items, sides = _Everything(params[GRAM], params[INVERSE]), (cohort.support, cohort.query)
-            slots = [side.columns["item"] for side in sides]
-            rows = num_items
+            slots, rows = [side.columns["item"] for side in sides], num_items
             if by_rows:
                 slots, rows = [cohort.support_slots["item"], cohort.slots["item"]], cohort.rows["item"].shape[1]
 
             def run(length: int) -> kit.Upload:
-                support, query = (side_of(params, side, length) for side in sides)
+                support, query = (_side_of(model, params, side, length) for side in sides)
                 gradients = jax.vmap(partial(cost.gradients, both_ways=both_ways), (None, 0))(items, (support, query))
-                changes: dict[str, Any] = {GRAM: -gradients.gram}
-                for name, part in ((ITEMS, "rows"), (HISTORY, "offsets")):
-                    values = jnp.concatenate([-getattr(side, part) for side in gradients.sides], 1)
-                    positions = jnp.concatenate([slot[:, :length] for slot in slots], 1)
-                    changes[name] = _place(values, positions, rows)
+                positions = jnp.concatenate([slot[:, :length] for slot in slots], 1)
+                changes = _changes(gradients, positions, rows)
                 return kit.Upload({kit.DELTA: changes}, gradients.examples, gradients.sums)
 
             upload = _run_shortest(run, sides)
@@ -211,22 +200,21 @@ def federated_ials(
             return upload, client_state
 
         def reconstruct(params: kit.Params, client_state: Any, support: kit.Examples, keys: Array) -> kit.Params:
-            items = cost.everything(params[GRAM])
+            embed = partial(jax.vmap(cost.embedding, (None, 0)), cost.everything(params[GRAM]))
 
             def run(length: int) -> Array:
-                return jax.vmap(cost.embedding, (None, 0))(items, side_of(params, support, length))
+                return embed(_side_of(model, params, support, length))
 
             after = jnp.sum(support.count[:, None] >= jnp.array(BLEND_AFTER), 1) - 1
             return {LOCAL: _run_shortest(run, [support]), POPULARITY_WEIGHT: params[POPULARITY_WEIGHT][after]}
 
         groups = {"item": (num_items, ("item",))} if by_rows else {}
-        halves = kit.half()._replace(redrawn=True) if split is None else split
         return kit.Method(
             init=lambda key: _init_server(model, server, key),
             client=client,
             server=lambda state, mean, report: _step_server(server, state, mean[kit.DELTA]),
             reconstruct=reconstruct,
-            needs=kit.Needs(halves, groups=groups, support_rows=True),
+            needs=kit.Needs(split or kit.half()._replace(redrawn=True), groups=groups, support_rows=True),
             message=lambda state: {**state.params, INVERSE: cost.everything(state.params[GRAM]).inverse},
             parts=lambda state: {kit.DELTA: {name: state.params[name] for name in sorted((GRAM, *TABLES))}},
         )
@@ -242,6 +230,24 @@ def _run_shortest(run: Callable[[int], T], sides: Sequence[kit.Examples]) -> T:
     lengths = [*(length for length in LENGTHS if length < full), full]
     most = jnp.max(jnp.stack([jnp.max(side.count) for side in sides]))
     return jax.lax.switch(jnp.searchsorted(jnp.array(lengths), most), [partial(run, length) for length in lengths])
+
+
+def _side_of(model: kit.Model, params: kit.Params, examples: kit.Examples, length: int) -> _Side:
+    """Return one side of the clients of a block, with room for so many examples each."""
+    columns = {name: column[:, :length] for name, column in examples.columns.items()}
+    item = columns["item"]
+    real = jnp.arange(item.shape[1]) < examples.count[:, None]
+    weights = jnp.where(real, model.loss(jnp.ones(item.shape), columns)[1], 0.0)
+    return _Side(params[ITEMS][item], params[HISTORY][item], weights)
+
+
+def _changes(gradients: _Gradients, positions: Array, rows: int) -> dict[str, Any]:
+    """Return what clients send: the gradients by the Gram matrix, and by rows at the positions of their examples."""
+    changes: dict[str, Any] = {GRAM: -gradients.gram}
+    for name, part in ((ITEMS, "rows"), (HISTORY, "offsets")):
+        values = jnp.concatenate([-getattr(side, part) for side in gradients.sides], 1)
+        changes[name] = _place(values, positions, rows)
+    return changes
 
 
 def _place(values: Array, positions: Array, rows: int) -> Array:

@@ -96,18 +96,8 @@ def next_word(
 
     def init_global(key: Array) -> Params:
         keys = jax.random.split(key, 6)
-        glorot = jax.nn.initializers.glorot_uniform()
-        forget_open = jnp.zeros((4, hidden)).at[1].set(1.0)
-        params = {
-            "word_embedding": _embeddings(keys[0], (vocabulary + 3, embedding)),
-            "lstm": {
-                "kernel": glorot(keys[1], (embedding, 4 * hidden)),
-                "recurrent": jax.nn.initializers.orthogonal()(keys[2], (hidden, 4 * hidden)),
-                "bias": forget_open.reshape(-1),
-            },
-            "projection": {"kernel": glorot(keys[3], (hidden, projection)), "bias": jnp.zeros(projection)},
-            "output": {"kernel": glorot(keys[4], (projection, outputs)), "bias": jnp.zeros(outputs)},
-        }
+        params = {"word_embedding": _embeddings(keys[0], (vocabulary + 3, embedding))}
+        params |= _init_layers(keys[1:5], (embedding, hidden, projection, outputs))
         if pair_rows:
             params["bigrams"] = jnp.zeros((vocabulary + 3, projection))
             params["trigrams"] = jnp.zeros((pair_rows, projection))
@@ -136,14 +126,24 @@ def next_word(
         predict=predict,
         statistics=statistics if local == "output_bias" else None,
         loss=_cross_entropy if loss_over == "tokens" else _cross_entropy_over_positions,
-        metrics={
-            "accuracy": _accuracy(end),
-            "accuracy_with_eos": _accuracy(end, with_end=True),
-            "accuracy_with_oov_eos": _accuracy(end, with_oov=True, with_end=True),
-            "perplexity": Metric(_cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
-        },
+        metrics=_metrics(end),
         lookups={"word_embedding": "word"} | ({"bigrams": "word", "trigrams": "pair"} if pair_rows else {}),
     )
+
+
+def _init_layers(keys: Array, widths: tuple[int, int, int, int]) -> Params:
+    """Draw the LSTM, with its forget gates open, the projection and the output layer."""
+    embedding, hidden, projection, outputs = widths
+    glorot = jax.nn.initializers.glorot_uniform()
+    return {
+        "lstm": {
+            "kernel": glorot(keys[0], (embedding, 4 * hidden)),
+            "recurrent": jax.nn.initializers.orthogonal()(keys[1], (hidden, 4 * hidden)),
+            "bias": jnp.zeros((4, hidden)).at[1].set(1.0).reshape(-1),
+        },
+        "projection": {"kernel": glorot(keys[2], (hidden, projection)), "bias": jnp.zeros(projection)},
+        "output": {"kernel": glorot(keys[3], (projection, outputs)), "bias": jnp.zeros(outputs)},
+    }
 
 
 def _one_hot_sums(target: Array, outputs: int) -> Array:
@@ -189,6 +189,15 @@ def _cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
 def _cross_entropy_over_positions(predictions: Logits, batch: Batch) -> Weighted:
     values, real = _cross_entropy(predictions, batch)
     return values, jnp.ones_like(real)
+
+
+def _metrics(end: int) -> dict[str, Metric]:
+    return {
+        "accuracy": _accuracy(end),
+        "accuracy_with_eos": _accuracy(end, with_end=True),
+        "accuracy_with_oov_eos": _accuracy(end, with_oov=True, with_end=True),
+        "perplexity": Metric(_cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
+    }
 
 
 def _accuracy(end: int, *, with_oov: bool = False, with_end: bool = False) -> Metric:
