@@ -99,7 +99,12 @@ class RecommendationData:
 
     def facts(self) -> list[str]:
         """Describe the data."""
-        return [f"Sets: {', '.join(SETS[name] for name in self.names)}. Every rating or visit counts as 1."]
+        return [
+            f"Sets: {', '.join(SETS[name] for name in self.names)}. Every rating or visit counts as 1.",
+            f"Methods that sample negatives: {DIM} dimensions, {ROUNDS} rounds of all users, an epoch in batches of "
+            f"{BATCH} in each, {NEGATIVES} negatives for an item, drawn anew in every round; the server has Adam. On "
+            "MovieLens 100K, rates are the better of two on validation items without the leak; elsewhere the first.",
+        ]
 
     def _load(self, name: str) -> Ratings:
         """Load a set; items are numbered in order of their first appearance, as NCF does."""
@@ -468,6 +473,16 @@ METHODS = {
     "pfedrec": "PFedRec",
     "fedavg": "FedAvg, finetuned",
 }
+NEWCOMERS = {
+    "popularity": "what all get",
+    "ease": "a product with a matrix of all pairs of items",
+    "ials": "one solve",
+    "fedrecon": "one solve",
+    "fedmf": "steps on a vector",
+    "fedncf": "steps on a vector",
+    "pfedrec": "steps on a score function, then on all items",
+    "fedavg": "steps on everything",
+}
 METRICS = {
     "leak a hr@10": "A as published: HR@10",
     "leak a ndcg@10": "NDCG@10",
@@ -509,8 +524,12 @@ def _set_table(results: Results, name: str) -> list[Block]:
             micro |= {f"leak {key}": value for key, value in micro.items() if key.startswith("a ")}
         first = results[f"{name}-{method}"][0]
         cells = [f"{micro[key]:.4f}" if key in micro else "" for key in METRICS]
-        rows.append([title, *cells, f"{first['sent'] / 1e3:,.0f} kB", f"{first['local'] / 1e3:,.0f} kB"])
-    return [Table(["", *METRICS.values(), "sent in a round", "kept"], rows), *missing_jobs(jobs, results)]
+        sizes = [f"{first[key] / 1e3:,.1f} kB" if first[key] else "nothing" for key in ("sent", "local")]
+        if method in ("ease", "ials"):
+            sizes[0] = "all items, once"
+        rows.append([title, *cells, *sizes, NEWCOMERS[method]])
+    header = ["", *METRICS.values(), "a user sends in a round", "keeps", "an unseen user gets"]
+    return [Table(header, rows), *missing_jobs(jobs, results)]
 
 
 def _gowalla_table(results: Results) -> list[Block]:
@@ -532,10 +551,19 @@ def _leak_table(results: Results) -> list[Block]:
     ]
     text = (
         "HR@10 of a rule that learns nothing: rank candidates by how often they were labelled 0, the fewest first, "
-        "after so many rounds of a loader that draws anew in each. The leak is in public code; how much a method gains "
-        "from it is measured above for the three methods that sample negatives, which here draw once."
+        "after so many rounds of a loader that draws anew in each. The leak is in public code. How much methods that "
+        "sample negatives gain from it is measured above, for our implementations, rates and rounds, with the same "
+        "rates in both columns: it is not what a published implementation gains."
     )
     return [text, Table(["rounds", *map(str, DRAWS)], rows)]
+
+
+def _leak_helps(results: Results) -> tuple[bool, str]:
+    micros = {METHODS[method]: _micro(results, f"ml-100k-{method}") for method in SAMPLING}
+    gains = {title: micro["leak a hr@10"] - micro["a hr@10"] for title, micro in micros.items()}
+    text = ", ".join(f"{title} {gain:+.3f}" for title, gain in gains.items())
+    # A standard error of HR@10 is .016 with 943 users.
+    return all(gain > 0.03 for gain in gains.values()), f"HR@10 on MovieLens 100K with the leak and without: {text}."
 
 
 def _leak_exists(results: Results) -> tuple[bool, str]:
@@ -562,7 +590,14 @@ STUDY = Study(
         Section("What negatives alone tell", ("ml-100k-leak",), _leak_table),
     ),
     figures=(),
-    claims=(Claim("Labels of 0 alone find the test item if a loader leaks.", ("ml-100k-leak",), _leak_exists),),
+    claims=(
+        Claim("Labels of 0 alone find the test item if a loader leaks.", ("ml-100k-leak",), _leak_exists),
+        Claim(
+            "Every method that samples negatives gains from the leak.",
+            tuple(f"ml-100k-{method}" for method in SAMPLING),
+            _leak_helps,
+        ),
+    ),
     seeds=1,
     claims_title="Claims",
 )
