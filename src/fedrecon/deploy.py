@@ -17,6 +17,7 @@ from fedrecon._src.deploy.registry import NotEnoughNodes as NotEnoughNodes
 from fedrecon._src.deploy.registry import Pace as Pace
 from fedrecon._src.deploy.settings_plan import SettingsPlan as SettingsPlan
 from fedrecon._src.deploy.settings_plan import make_plan as make_plan
+from fedrecon._src.deploy.tokens import issue_token as issue_token
 from fedrecon._src.deploy.transport import Clock as Clock
 from fedrecon._src.deploy.transport import Grid as Grid
 from fedrecon._src.deploy.transport import InProcess as InProcess

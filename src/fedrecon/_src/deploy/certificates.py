@@ -6,11 +6,16 @@ import datetime
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.storage.atomic import write_errors
+from fedrecon._src.deploy.tokens import SECRET_BYTES
+from fedrecon._src.storage.atomic import write_bytes, write_errors
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 VALID_DAYS = 730
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -49,6 +54,36 @@ def make_node(folder: Path, name: str) -> Path:
     private = key.private_bytes(formats.Encoding.PEM, formats.PrivateFormat.OpenSSH, formats.NoEncryption())
     public = key.public_key().public_bytes(formats.Encoding.OpenSSH, formats.PublicFormat.OpenSSH)
     return _write_pair(folder / f"{name}.key", private, folder / f"{name}.pub", public + b"\n")
+
+
+def make_helper(folder: Path) -> Path:
+    """Make `helper.key`, the key of the second server of secure sums, and `helper.pub`, which device plans name."""
+    from cryptography.hazmat.primitives import serialization as formats
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    key = X25519PrivateKey.generate()
+    private = key.private_bytes(formats.Encoding.PEM, formats.PrivateFormat.PKCS8, formats.NoEncryption())
+    public = key.public_key().public_bytes_raw().hex() + "\n"
+    return _write_pair(folder / "helper.key", private, folder / "helper.pub", public.encode())
+
+
+def read_helper(path: Path) -> X25519PrivateKey:
+    """Read the helper's private key; raises a `ValueError` if it cannot be used."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    key = _read(path, lambda content: load_pem_private_key(content, None))
+    if not isinstance(key, X25519PrivateKey):
+        raise ValueError(f"{path} is not a helper's key; fedrecon keys --helper makes one")
+    return key
+
+
+def make_token_secret(folder: Path) -> Path:
+    """Make `tokens.key`, the secret that the coordinator shares with the backend that vouches for devices."""
+    path = folder / "tokens.key"
+    _check_new(path)
+    write_bytes(path, secrets.token_hex(SECRET_BYTES).encode() + b"\n", mode=0o600)
+    return path
 
 
 def check_hosts(hosts: Sequence[str]) -> None:

@@ -6,14 +6,14 @@ import base64
 import datetime
 import platform
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedrecon._src.algorithms.algorithm import ServerState
+from fedrecon._src.algorithms.algorithm import Algorithm, ServerState
 from fedrecon._src.algorithms.rounds import server_round
 from fedrecon._src.core.keys import fresh_key, round_key, run_keys
 from fedrecon._src.core.model import finish, metric_names
@@ -101,7 +101,9 @@ def serve(
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     with folder.lock():
-        facts = _facts(plan, folder, resume)
+        promised = plan_privacy.ledger_of(plan, 0)
+        settings = {"seed": plan.seed, "privacy": None if promised is None else promised.to_dict()}
+        facts = run_facts(plan.digest, plan.settings() | settings, folder, resume)
         folder.describe(facts)
         channel, run = Channel(grid, clock), facts["deployment"]["run"]
         training = _Training(plan, channel, folder, pace or Pace(), run, say)
@@ -131,7 +133,7 @@ def serve(
         if not interrupted:
             training.finish(failed)
         ended = {
-            "ended": _now(),
+            "ended": timestamp(),
             "rounds": training.done,
             "interrupted": interrupted,
             "failed": failed,
@@ -266,16 +268,9 @@ class _Training(NodeRegistry):
 
     def _entry(self, report: Any, round_sum: RoundSum, seconds: float) -> dict[str, Any]:
         node_sum, invited, attempts = round_sum
-        report, replies = {name: np.asarray(value) for name, value in report.items()}, node_sum.replies
-        model = self.plan.algorithm.model
-        nothing = np.zeros((len(metric_names(model)), 2))  # for aggregators that report no metrics
+        replies = node_sum.replies
         return {
-            "kind": "round",
-            "round": self.done,
-            **finish(model, report.pop("sums", nothing)),
-            "weight": float(report.pop("weight", np.nan)),
-            "skipped": bool(report.pop("skipped")),
-            **{name: _number(value) for name, value in report.items() if value.ndim == 0},
+            **describe_round(self.plan.algorithm, self.done, report),
             "invited": invited,
             "answered": len(node_sum.nodes),
             "late": len(replies.late),
@@ -321,38 +316,60 @@ class _Training(NodeRegistry):
         )
 
 
+def describe_round(algorithm: Algorithm, number: int, report: Any) -> dict[str, Any]:
+    """Return what a round's record says about the sum: metrics, weight, counts, whether it was skipped."""
+    report = {name: np.asarray(value) for name, value in report.items()}
+    nothing = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
+    return {
+        "kind": "round",
+        "round": number,
+        **finish(algorithm.model, report.pop("sums", nothing)),
+        "weight": float(report.pop("weight", np.nan)),
+        "skipped": bool(report.pop("skipped")),
+        **{name: _number(value) for name, value in report.items() if value.ndim == 0},
+    }
+
+
 def _number(value: Any) -> float | int:
     number = float(value)
     return int(number) if number.is_integer() else number
 
 
-def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
-    """Return what `run.json` says from the beginning; for a resumed run, what it says already."""
+def run_facts(digest: str, settings: Mapping[str, Any], folder: RunFolder, resume: bool) -> dict[str, Any]:
+    """Return what `run.json` says from the beginning; for a resumed run, what it says already.
+
+    Args:
+      digest: of the plan.
+      settings: what else it says.
+      folder: of the run.
+      resume: whether the run may be there already.
+
+    Raises:
+      StorageError: the folder holds a run that cannot be continued.
+    """
     if folder.has_run():
         if not resume:
             raise StorageError(f"{folder.path} holds a run; continue it with --resume, or use another folder")
         earlier = folder.description()
         deployment = earlier.get("deployment")
-        if not isinstance(deployment, dict) or deployment.get("plan") != plan.digest or "run" not in deployment:
+        if not isinstance(deployment, dict) or deployment.get("plan") != digest or "run" not in deployment:
             raise StorageError(
-                f"the run in {folder.path} does not belong to the plan {plan.digest[:16]}; use another folder"
+                f"the run in {folder.path} does not belong to the plan {digest[:16]}; use another folder"
             )
         facts = {name: value for name, value in earlier.items() if name not in ("format", "version", "sha256")}
-        return {**facts, "resumed": [*facts.get("resumed", []), _now()], "ended": None}
+        return {**facts, "resumed": [*facts.get("resumed", []), timestamp()], "ended": None}
     run = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
     return {
         "made_by": "server",
-        **plan.settings(),
-        "seed": plan.seed,
+        **settings,
         "versions": {
             "python": platform.python_version(),
             "fedrecon": __version__,
             **{module.__name__: module.__version__ for module in (jax, np)},
         },
-        "data": {"source": "", "path": None, "fingerprint": plan.digest},
-        "deployment": {"plan": plan.digest, "run": run},
-        "privacy": None if (promised := plan_privacy.ledger_of(plan, 0)) is None else promised.to_dict(),
-        "started": _now(),
+        "data": {"source": "", "path": None, "fingerprint": digest},
+        "deployment": {"plan": digest, "run": run},
+        "started": timestamp(),
         "resumed": [],
         "ended": None,
         "rounds": None,
@@ -362,5 +379,6 @@ def _facts(plan: Plan, folder: RunFolder, resume: bool) -> dict[str, Any]:
     }
 
 
-def _now() -> str:
+def timestamp() -> str:
+    """Return the time as a run's description writes it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

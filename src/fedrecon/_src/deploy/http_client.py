@@ -43,6 +43,19 @@ class JoinError(ValueError):
     """A permanent error: this node cannot join, and a retry would not help."""
 
 
+class Conflict(ValueError):
+    """The server refuses what is asked of it, for a reason that its state gives.
+
+    Attributes:
+      kind: a word for the reason.
+    """
+
+    def __init__(self, kind: str, detail: str):
+        """Set the kind and a sentence."""
+        super().__init__(detail)
+        self.kind = kind
+
+
 class _TaskOver(Exception):
     """The task was withdrawn, or its deadline has passed."""
 
@@ -132,6 +145,14 @@ class Connection:
                     raise
                 time.sleep(next(pauses))
 
+    def post(self, path: str, data: bytes, max_bytes: int) -> bytes:
+        """Send bytes and return the answer, which is not larger than expected.
+
+        Raises:
+          Conflict: the server refuses.
+        """
+        return self._request("POST", path, data, max_bytes)[1]
+
     def _request(
         self, method: str, path: str, data: bytes = b"", max_bytes: int = MAX_ANSWER
     ) -> tuple[httpx.Response, bytes]:
@@ -163,6 +184,8 @@ class Connection:
             kind, detail = "", body[:300].decode(errors="replace")
         if response.status_code in (404, 410):
             raise _TaskOver(detail)
+        if response.status_code == 409:
+            raise Conflict(kind, detail)
         if kind in REFUSALS:
             raise JoinError(REFUSALS[kind].format(server=self.server, detail=detail))
         raise httpx.RemoteProtocolError(f"{response.status_code} {kind or response.reason_phrase}: {detail}")

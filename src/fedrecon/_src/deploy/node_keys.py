@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedrecon._src.deploy.messages import Failure
 from fedrecon._src.deploy.plan import Plan, PlanError
+from fedrecon._src.deploy.tokens import Budgets
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -204,7 +205,7 @@ class Verifier:
         # the memory of keys and nonces, of which there may be thousands per second.
         self._nonces: collections.deque[set[int]] = collections.deque([set()], maxlen=3)
         self._rotated = time.monotonic()
-        self._budgets: dict[bytes, tuple[float, float]] = {}  # by key: requests left, and when
+        self._budgets = Budgets(REQUESTS_PER_SECOND, BURST)
 
     def name(self, key: bytes) -> str:
         """Return the name of a key's node."""
@@ -245,18 +246,9 @@ class Verifier:
             _public_key(key).verify(bytes.fromhex(values[5]), _signed_text(method, target, *values[1:5]))
         except (InvalidSignature, ValueError):
             return "bad-signature"
-        if not self._spend(key):
+        if not self._budgets.spend(key):
             return "too-many"
         return None if self._remember(key, nonce) else "replayed"
-
-    def _spend(self, key: bytes) -> bool:
-        """Count a request, and say whether the key may send it now."""
-        now = time.monotonic()
-        left, since = self._budgets.get(key, (BURST, now))
-        left = min(BURST, left + REQUESTS_PER_SECOND * (now - since)) - 1
-        if left >= 0:
-            self._budgets[key] = (left, now)
-        return left >= 0
 
     def _remember(self, key: bytes, nonce: str) -> bool:
         """Remember a nonce for 600 to 900 s, and say whether it is new."""

@@ -277,7 +277,8 @@ def from_vector(vector: np.ndarray, template: Any) -> Total:
     Example:
       >>> import numpy as np
       >>> import fedrecon as fr
-      >>> template = fr.aggregators.Total({"delta": {"w": np.zeros(2)}}, {"weight": np.zeros(())})
+      >>> zeros = {"w": np.zeros(2, np.uint32)}
+      >>> template = fr.aggregators.Total({"delta": zeros}, {"weight": np.uint32(0)})
       >>> total = fr.privacy.from_vector(np.array([4, 6, 11]), template)
       >>> total.parts["delta"]["w"].tolist(), int(total.scalars["weight"])
       ([4, 6], 11)
@@ -285,4 +286,4 @@ def from_vector(vector: np.ndarray, template: Any) -> Total:
     length = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(template))
     if vector.shape != (length,):
         raise ValueError(f"`vector` must have shape ({length},) (got {vector.shape})")
-    return jax.tree.map(lambda part: jnp.asarray(part, jnp.uint32), _cut(vector, template))
+    return jax.tree.map(lambda part, leaf: jnp.asarray(part, leaf.dtype), _cut(vector, template), template)

@@ -23,11 +23,16 @@ class Keys:
       folder: where the keys go; node keys go to its subfolder nodes. Existing files are never replaced.
       host: every name and address by which nodes reach the server.
       nodes: names of nodes to make keys for.
+      tokens: make tokens.key, the secret with which your backend issues tokens to devices.
+      helper: make helper.key and helper.pub, the keys of the second server of device sums. They belong to its operator,
+        who is somebody else.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     host: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    helper: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
 parse = partial(options.parse, Keys, "keys")
@@ -57,4 +62,9 @@ def run(args: Keys) -> int:
         print(
             f"{public}: for the server; {public.with_suffix('.key')} is for {name} only; send it over a secure channel"
         )
+    if args.tokens:
+        print(f"{certificates.make_token_secret(args.folder)}: for the coordinator and your backend, nobody else")
+    if args.helper:
+        public = certificates.make_helper(args.folder)
+        print(f"{public}: for whoever makes device plans: {public.read_text().strip()}; helper.key stays here")
     return 0

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal
+from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal, TooFewClients
 from fedrecon._src.storage.atomic import StorageError, read_bytes, sync
 from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
 from fedrecon_device import sealing
@@ -136,6 +136,7 @@ class Helper:
 
         Raises:
           MessageError: the request is malformed.
+          TooFewClients: too few seeds can be opened. Nothing was answered: more reports of the same batch may follow.
           Refusal: an answer would give too much away.
         """
         if len(records) % RECORD or len(batch) != ID:
@@ -155,7 +156,7 @@ class Helper:
         if len(set(readable)) < len(readable):
             raise Refusal("a seed is there twice")
         if len(readable) < self.plan.least:
-            raise Refusal(f"{len(readable)} of {len(parts)} reports can be opened; a sum needs {self.plan.least}")
+            raise TooFewClients("mask", len(readable), self.plan.least, f" whose seed can be opened, of {len(parts)},")
         self._runs[run] = {"round": number, "request": request}
         write_manifest(self._file, MEMORY_FORMAT, {"plan": self.plan.digest.hex(), "runs": self._runs}, mode=0o600)
         sync(self._file.parent)

@@ -1,0 +1,66 @@
+"""The second server of device sums, as an application of its own.
+
+    GET  /v1/key                                 its public key, as hexadecimal digits
+    POST /v1/rounds/{n}/batches/{batch}?run=RUN  ids and sealed seeds; the answer says which are in the sum, and has the
+                                                 sum of their masks
+
+A batch is asked for with the coordinator's signature (`node_keys`).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from fedrecon._src.deploy.http_server import Limits, RequestError, Service, authenticate, round_number
+from fedrecon._src.deploy.node_keys import Verifier
+from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal, TooFewClients
+from fedrecon._src.privacy.secure_sum.two_servers import Helper
+from fedrecon_device.sealing import RECORD
+
+MOST_REPORTS = 100_000  # of a batch
+LONGEST_RUN = 200  # characters of a run's name
+
+
+class HelperApi(Service):
+    """The helper's endpoints."""
+
+    def __init__(self, helper: Helper, verifier: Verifier, limits: Limits | None = None):
+        """Answer whoever the verifier knows."""
+        self.helper, self.verifier = helper, verifier
+        self._lock = threading.Lock()
+        routes = [
+            Route("/v1/key", self.get_key),
+            Route("/v1/rounds/{number}/batches/{batch}", self.post_batch, methods=["POST"]),
+        ]
+        super().__init__(limits or Limits(RECORD * MOST_REPORTS), routes)
+
+    async def get_key(self, request: Request) -> Response:
+        """Return the public key to which devices seal."""
+        return PlainTextResponse(self.helper.public.hex())
+
+    async def post_batch(self, request: Request) -> Response:
+        """Return the sum of the masks of a batch."""
+        _, digest = authenticate(self.verifier, request)
+        number, batch, run = round_number(request), request.path_params["batch"], request.query_params.get("run", "")
+        if not re.fullmatch("[0-9a-f]{32}", batch) or not 1 <= len(run) <= LONGEST_RUN:
+            raise RequestError(404, "no-batch", "a batch has 32 hexadecimal digits, and `run` names the training")
+        records = await self.read_signed_body(request, digest)
+        try:
+            answer = await run_in_threadpool(self._answer, run, number, bytes.fromhex(batch), records)
+        except MessageError as error:
+            raise RequestError(400, "garbage", str(error)) from None
+        except TooFewClients as error:
+            raise RequestError(409, "too-few", str(error)) from None
+        except Refusal as error:
+            raise RequestError(409, "refused", str(error)) from None
+        return Response(answer, media_type="application/octet-stream")
+
+    def _answer(self, run: str, number: int, batch: bytes, records: bytes) -> bytes:
+        with self._lock:
+            return self.helper.answer(run, number, batch, records)
