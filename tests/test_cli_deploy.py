@@ -346,3 +346,47 @@ def test_commands_of_the_example_files_are_understood(monkeypatch):
     assert all(service["image"] == "fedrecon" for service in services.values())
     for command, *words in found:
         {"serve": serve, "join": join}[command].parse(words)
+
+
+# ---- devices ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["serve", "bundle", "--insecure", "--devices.tokens", "t"], "--devices.run: is missing"),
+        (["serve", "bundle", "--insecure", "--devices.run", "r"], "--devices.tokens: is missing"),
+        (["serve", "plan", "--insecure", "--devices.run", "r"], "needs a bundle"),
+        (
+            ["serve", "bundle", "--insecure", "--devices.run", "r", "--devices.tokens", "t", "--devices.helper", "h:1"],
+            "needs `devices.sign`",
+        ),
+        (["helper", "plan.json", "--key", "k", "--coordinator", "c", "--state", "s"], "--keys: is needed"),
+    ],
+)
+def test_device_options_that_do_not_fit_together(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "manifest.json").touch()
+    more = ["--out", "run"] if options[0] == "serve" else []
+    assert main([*options, *more]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_keys_makes_a_secret_for_tokens_and_keys_of_a_helper_once(tmp_path, capsys):
+    from fedrecon._src.deploy.certificates import read_helper
+    from fedrecon._src.deploy.tokens import read_secret
+
+    assert main(["keys", str(tmp_path), "--tokens", "--helper"]) == 0
+    assert len(read_secret(tmp_path / "tokens.key")) == 32
+    public = (tmp_path / "helper.pub").read_text().strip()
+    assert read_helper(tmp_path / "helper.key").public_key().public_bytes_raw().hex() == public
+    assert public in capsys.readouterr().out
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("tokens.key", "helper.key")] == [0o600] * 2
+    assert main(["keys", str(tmp_path), "--tokens"]) == 1
+    assert "never replaced" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is not a helper's key"):
+        read_helper(tmp_path / "server.key")
+    (tmp_path / "tokens.key").write_text("short")
+    with pytest.raises(ValueError, match="hexadecimal"):
+        read_secret(tmp_path / "tokens.key")

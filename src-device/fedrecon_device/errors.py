@@ -1,4 +1,4 @@
-"""Errors: a bundle or a person's file that cannot be used."""
+"""Errors: a bundle or a person's file that cannot be used, or a server that asks for too much."""
 
 
 class BundleError(ValueError):
@@ -7,3 +7,7 @@ class BundleError(ValueError):
 
 class StoreError(ValueError):
     """A person's file that cannot be read or written."""
+
+
+class ParticipationError(ValueError):
+    """A server that asks a device for something that its owner did not agree to, or refuses its token."""

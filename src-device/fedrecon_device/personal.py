@@ -50,7 +50,7 @@ class Personal:
             and nothing about the person is left.
         """
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-        self._store = Store(store)
+        self.store = Store(store)
 
     # ---- storage ----
 
@@ -60,16 +60,16 @@ class Personal:
         Raises:
           StoreError: the file is damaged, or holds examples of another kind of model.
         """
-        saved = self._store.read() or {}
+        saved = self.store.read() or {}
         if saved and not _fits(self.bundle, saved.get("examples")):
             raise StoreError(
-                f"{self._store.path} holds no examples for a model of {self.bundle.task}; delete it to start over"
+                f"{self.store.path} holds no examples for a model of {self.bundle.task}; delete it to start over"
             )
         return saved
 
     def forget(self) -> None:
         """Delete the person's file."""
-        self._store.delete()
+        self.store.delete()
 
     def add(
         self, columns: Mapping[str, Sequence[Any]] | None = None, *, text: str | None = None, **named: Sequence[Any]
@@ -96,7 +96,7 @@ class Personal:
                 examples, added = self._rated(saved.get("examples", []), new_columns)
             else:
                 examples, added = self._plain(saved.get("examples", {}), new_columns)
-        self._store.write({"examples": examples, "model": None, "local": None, "before": _before(saved)})
+        self.store.write({**saved, "examples": examples, "model": None, "local": None, "before": _before(saved)})
         return added
 
     def _rated(self, old: list[list[Any]], columns: Mapping[str, Sequence[Any]]) -> tuple[list[list[Any]], Added]:
@@ -144,7 +144,7 @@ class Personal:
         if saved:
             numbers = {path: leaf.tolist() for path, leaf in local.items()}
             after = {"model": self.bundle.model_digest, "local": numbers}
-            self._store.write({"examples": saved["examples"], **after, "before": None})
+            self.store.write({**saved, **after, "before": None})
         return local
 
     def local(self) -> dict[str, np.ndarray]:
@@ -155,6 +155,10 @@ class Personal:
             if arrays is not None:
                 return arrays
         return self.refresh()
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the person's examples as graphs take them, oldest first."""
+        return self._columns(self.stored())
 
     def _columns(self, saved: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the examples as the graph takes them."""

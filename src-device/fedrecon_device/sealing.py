@@ -115,6 +115,21 @@ def _derive(shared: bytes, ephemeral: bytes, helper: bytes) -> bytes:
     return HKDF(hashes.SHA256(), 32, salt=ephemeral + helper, info=INFO).derive(shared)
 
 
+def add_noise(vector: np.ndarray, variance: float) -> np.ndarray:
+    """Add Skellam noise, the difference of two Poisson variables, to integers of a ring.
+
+    numpy's generator is seeded with 256 bits of the system's entropy. It is a statistical generator, not a
+    cryptographic one; noise leaves the device only in sums, or under a mask.
+
+    Args:
+      vector: integers of the ring.
+      variance: of the noise in every entry.
+    """
+    rng = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(os.urandom(32), "big")))
+    noise = rng.poisson(variance / 2, vector.shape) - rng.poisson(variance / 2, vector.shape)
+    return vector.astype(np.uint32) + noise.astype(np.int32).astype(np.uint32)
+
+
 # ---- integers of a few bits ----
 
 

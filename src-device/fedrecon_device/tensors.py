@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrecon_device.errors import BundleError
 
-GLOBAL, START, ROW_SCALE = "global/", "start/", "row_scale/"
+GLOBAL, START, ROW_SCALE, METADATA = "global/", "start/", "row_scale/", "__metadata__"
 MOST_HEADER = 1 << 20  # bytes
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1", "U8": "|u1"}
 
@@ -25,13 +25,8 @@ def read_tensors(data: bytes, name: str) -> dict[str, np.ndarray]:
     Raises:
       BundleError: it is not a safetensors file, or its parts overlap, leave gaps or reach beyond its end.
     """
-    if len(data) < 8:
-        raise BundleError(f"{name} has {len(data)} bytes, too few for a safetensors file")
-    length = int.from_bytes(data[:8], "little")
-    if length > min(MOST_HEADER, len(data) - 8):
-        raise BundleError(f"{name}: its header should have {length} bytes; the file has {len(data)}")
-    header = _json(data[8 : 8 + length], name)
-    header.pop("__metadata__", None)
+    header, length = _header(data, name)
+    header.pop(METADATA, None)
     body, tensors, places = memoryview(data)[8 + length :], {}, []
     for path, about in header.items():
         dtype, shape, (start, end) = _described(about, f"{name}: {path!r}")
@@ -48,6 +43,22 @@ def read_tensors(data: bytes, name: str) -> dict[str, np.ndarray]:
     ):
         raise BundleError(f"{name}: its tensors overlap or leave bytes that belong to none")
     return tensors
+
+
+def read_metadata(data: bytes, name: str) -> dict[str, str]:
+    """Read the texts in the header of a safetensors file; raises like `read_tensors`."""
+    metadata = _header(data, name)[0].get(METADATA, {})
+    return {key: text for key, text in metadata.items() if isinstance(text, str)} if isinstance(metadata, dict) else {}
+
+
+def _header(data: bytes, name: str) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and how many bytes it has."""
+    if len(data) < 8:
+        raise BundleError(f"{name} has {len(data)} bytes, too few for a safetensors file")
+    length = int.from_bytes(data[:8], "little")
+    if length > min(MOST_HEADER, len(data) - 8):
+        raise BundleError(f"{name}: its header should have {length} bytes; the file has {len(data)}")
+    return _json(data[8 : 8 + length], name), length
 
 
 def _json(data: bytes, name: str) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def _masked_sums(weighted: Weighted, mask: Array) -> Weighted:
 
 
 def finish(model: Model, sums: Any) -> dict[str, float]:
-    """Turn sums of `(metrics, 2)` into named means; a metric without any weight is NaN.
+    """Turn sums of `(metrics, 2)` into named means; a metric without any weight, or the root of less than 0, is NaN.
 
     Args:
       model: the model whose metrics they are.
@@ -221,4 +221,6 @@ def finish(model: Model, sums: Any) -> dict[str, float]:
     finishers = {name: metric.finish for name, metric in model.metrics.items()}
     means = (float(total) / float(weight) if weight > 0 else float("nan") for total, weight in sums)
     names = metric_names(model) if len(sums) == len(metric_names(model)) else evaluated_names(model)
-    return {name: float(finishers.get(name, lambda mean: mean)(mean)) for name, mean in zip(names, means, strict=True)}
+    values = {name: finishers.get(name, lambda mean: mean)(mean) for name, mean in zip(names, means, strict=True)}
+    # Sums come from clients, and some may lie: a sum of squares below 0 must not end the training.
+    return {name: float("nan") if isinstance(value, complex) else float(value) for name, value in values.items()}

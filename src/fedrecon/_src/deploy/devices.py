@@ -12,6 +12,7 @@ round has one batch, whose reports outlive a restart: what a device has sent is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -37,6 +38,7 @@ from starlette.routing import Route
 
 from fedrecon._src.algorithms.algorithm import Algorithm, ServerState
 from fedrecon._src.algorithms.rounds import server_round, total_shapes
+from fedrecon._src.algorithms.saving import DESCRIPTION, load_algorithm, save_algorithm
 from fedrecon._src.algorithms.saving import digest as digest_of
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.keys import fresh_key, round_key, run_keys, words_of
@@ -56,7 +58,8 @@ from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, 
 from fedrecon._src.server.fixed_point import from_vector
 from fedrecon._src.storage.atomic import StorageError, read_bytes
 from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
-from fedrecon._src.storage.run_folder import RunFolder
+from fedrecon._src.storage.ownership import MODEL
+from fedrecon._src.storage.run_folder import RunFolder, find_part
 
 SPOOL, BATCH, BATCH_FORMAT = "reports.spool", "batch.json", Format("fedrecon-device-batch", 1)  # in the run's folder
 MOST_PLAN = 2**24  # bytes
@@ -300,12 +303,23 @@ class Start(NamedTuple):
     Attributes:
       algorithm: what is trained.
       params: the global parameters.
-      save: `(folder, parameters)`, writes a model.
+      save: writes a model to a `folder`, with other `params`.
     """
 
     algorithm: Algorithm
     params: Any
-    save: Callable[[Path, Any], Any]
+    save: Callable[..., Any]
+
+
+def open_start(path: Path) -> Start:
+    """Open what `save_algorithm` wrote, or the model of a run that `serve_devices` made.
+
+    Raises:
+      StorageError: there is none, or it is damaged.
+    """
+    folder = path if (path / DESCRIPTION).exists() else find_part(path, MODEL)
+    algorithm, params = load_algorithm(folder)
+    return Start(algorithm, params, functools.partial(save_algorithm, algorithm=algorithm, replace=True))
 
 
 def serve_devices(
@@ -353,10 +367,8 @@ def serve_devices(
                 on_record(record)
         except KeyboardInterrupt:
             interrupted = True
-        finally:
-            api.open_round(None)
         params = rounds.params()
-        start.save(folder.model_path, params)
+        start.save(folder=folder.model_path, params=params)
         folder.describe(facts | {"ended": timestamp(), "rounds": rounds.done, "interrupted": interrupted})
         return ServeResult(params, rounds.history, rounds.done, None, None, interrupted)
 
@@ -392,7 +404,11 @@ class _Rounds:
         began, number = time.monotonic(), self.done
         self.api.counts.clear()
         current, batch_size = self._open_batch(number)
-        total, received, counted = self._collect(current, batch_size)
+        try:
+            total, received, counted = self._collect(current, batch_size)
+        finally:
+            self.api.open_round(None)
+            current.spool.close()
         noised = self.algorithm.aggregator.share is not None
         key = fresh_key() if noised else round_key(self.seed, number)
         parts = from_vector(total, total_shapes(self.algorithm))
@@ -412,7 +428,7 @@ class _Rounds:
         self.history.append(record)
         self.folder.record(record)
         self.folder.checkpoint(self.done, {"server": self.state._asdict(), "kept": ()})
-        current.spool.close(delete=True)
+        current.spool.path.unlink()
         return record
 
     def _open_batch(self, number: int) -> tuple[OpenRound, int | None]:

@@ -151,7 +151,7 @@ class Connection:
         Raises:
           Conflict: the server refuses.
         """
-        return self._request("POST", path, data, max_bytes)[1]
+        return self._request("POST", path, data, max(max_bytes, MAX_ANSWER))[1]
 
     def _request(
         self, method: str, path: str, data: bytes = b"", max_bytes: int = MAX_ANSWER

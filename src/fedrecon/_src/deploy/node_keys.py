@@ -60,12 +60,12 @@ def read_private_key(path: Path) -> Any:
 
 
 def read_public_keys(folder: Path) -> tuple[str, ...]:
-    """Read the public keys in a folder, one line each, as a plan lists them.
+    """Read the public keys in a folder, or the one in a file, one line each, as a plan lists them.
 
     Raises:
       PlanError: there are none, or one cannot be read.
     """
-    files = sorted(folder.glob("*.pub"))
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.pub"))
     if not files:
         raise PlanError(f"{folder} has no public keys (*.pub); make some with fedrecon keys")
     lines = []
@@ -77,7 +77,7 @@ def read_public_keys(folder: Path) -> tuple[str, ...]:
 
 
 def read_registry(folder: Path) -> dict[bytes, str]:
-    """Read the public keys in a folder as a registry: the names of nodes by the bytes of their keys.
+    """Read the public keys in a folder, or the one in a file, as a registry: names by the bytes of the keys.
 
     Raises:
       PlanError: there are none, or one cannot be read.

@@ -26,8 +26,9 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "privacy": "plan the noise for a privacy budget, attack uploads, audit noise",
     "plan": "write a plan for training over several nodes that keep their data",
     "keys": "make keys and certificates for a server and its nodes",
-    "serve": "run a plan: coordinate training over nodes that keep their data",
+    "serve": "run a plan: coordinate training over nodes, or devices, that keep their data",
     "join": "join a training as a node; your file stays on this machine",
+    "helper": "run the second server of device sums, which opens masks and never sees a report",
 }
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
 BUG = 70

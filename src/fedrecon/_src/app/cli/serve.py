@@ -8,7 +8,7 @@ import json
 import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,15 +30,43 @@ COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "sec
 WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
 
 
+BUNDLE = "manifest.json"  # of a bundle, not of a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Training over devices.
+
+    Attributes:
+      run: the folder of the algorithm and the parameters to begin with, or of an earlier run over devices.
+      tokens: the secret with which your backend issues tokens; fedrecon keys --tokens makes it.
+      helper: the helper's URL, if the plan has one.
+      helper_ca: the certificate of the authority that vouches for the helper.
+      sign: the coordinator's private key, whose public half the helper knows; fedrecon keys --nodes makes it.
+      retry: after how many seconds a device asks again, on average.
+      seed: of the run.
+    """
+
+    run: Path | None = None
+    tokens: Path | None = None
+    helper: str | None = None
+    helper_ca: Path | None = None
+    sign: Path | None = None
+    retry: float = 60.0
+    seed: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Run a plan: coordinate training over nodes that keep their data.
+    """Run a plan: coordinate training over nodes that keep their data, or over devices.
 
     Writes the same files as fedrecon train.
     Example: fedrecon serve plan --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
+    Example: fedrecon serve bundle --devices.run start --devices.tokens keys/tokens.key --keys keys --per-round 100
+    --devices.helper https://helper.example.org:8100 --devices.helper-ca ca.crt --devices.sign coordinator.key --out run
 
     Attributes:
-      plan: the folder of the plan.
+      plan: the folder of the plan; or, to train over devices, the bundle that they have.
       out: the folder for everything the run writes: run.json, metrics.jsonl, checkpoint/, model/, plots/.
       listen: address and port for nodes.
       status: address and port of the status page. It has no password, so do not expose it. With port 0 the system
@@ -63,6 +91,7 @@ class Serve:
         (through the Flower app in examples/flower). --out is then the folder for the gateway's state.
       flower: train over the SuperNodes of a Flower run, whose ServerApp is at this Unix socket. No port is opened.
       json: print a JSON object for every round and evaluation.
+      devices: for training over devices.
     """
 
     plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
@@ -87,10 +116,12 @@ class Serve:
     gateway: Path | None = None
     flower: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    devices: Devices = field(default_factory=Devices)
     typed: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for options that must fit together."""
+        yield from self._device_rules()
         files = [self.cert, self.key, self.ca, self.nodes]
         unsafe = self.insecure and any((self.keys, *files))
         yield Rule(unsafe, "insecure", "cannot be combined with keys and certificates; leave it out to be safe")
@@ -104,6 +135,18 @@ class Serve:
         rule = "is missing: fedrecon keys makes it; else give `cert`, `key`, `ca` and `nodes`, or --insecure"
         yield Rule(missing, "keys", rule)
 
+    def _device_rules(self) -> Iterator[Rule]:
+        devices, trains = self.devices, (self.plan / BUNDLE).exists()
+        for name in ("run", "tokens"):
+            missing = trains and getattr(devices, name) is None
+            yield Rule(missing, f"devices.{name}", "is missing: PLAN is a bundle, and training over devices needs it")
+        yield Rule(not trains and devices != Devices(), "devices", f"needs a bundle with {BUNDLE} as PLAN")
+        yield Rule(
+            trains and bool(self.gateway or self.flower), "devices", "cannot be combined with gateways or Flower"
+        )
+        without = devices.helper is not None and (devices.sign is None or not (devices.helper_ca or self.insecure))
+        yield Rule(without, "devices.helper", "needs `devices.sign` and `devices.helper_ca`")
+
 
 def parse(argv: Sequence[str]) -> Serve:
     """Parse the options."""
@@ -111,7 +154,9 @@ def parse(argv: Sequence[str]) -> Serve:
 
 
 def run(args: Serve) -> int:
-    """Train over nodes and print the evaluation on their held-out users."""
+    """Train over nodes and print the evaluation on their held-out users; or train over devices."""
+    if (args.plan / BUNDLE).exists():
+        return _run_devices(args)
     from fedrecon._src.app.plots import learning_curve
     from fedrecon._src.deploy.algorithm_plan import import_algorithm
     from fedrecon._src.deploy.coordinator import serve
@@ -174,6 +219,56 @@ def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[s
     )
     with serve_tasks(plan, address, tls, keys, limits) as (board, api):
         yield board, board, api.problems
+
+
+def _run_devices(args: Serve) -> int:
+    """Train over devices."""
+    from fedrecon._src.deploy.devices import DeviceApi, DevicePace, open_start, read_device_plan, serve_devices
+    from fedrecon._src.deploy.http_client import Connection, parse_server
+    from fedrecon._src.deploy.http_server import Limits, parse_address, run_service
+    from fedrecon._src.deploy.node_keys import read_private_key
+    from fedrecon._src.deploy.registry import NotEnoughNodes
+    from fedrecon._src.deploy.tokens import read_secret
+    from fedrecon._src.storage.run_folder import RunFolder
+
+    devices, plan, table = args.devices, read_device_plan(args.plan), _Table(args.json)
+    assert devices.run is not None  # or `rules` had refused it
+    assert devices.tokens is not None
+    start, address = open_start(devices.run), parse_address(args.listen)
+    pace = DevicePace(args.per_round, args.deadline, args.wait, devices.retry)
+    limits = Limits(plan.report_bytes, connections=args.max_connections)
+    api = DeviceApi(plan, read_secret(devices.tokens), devices.retry, limits)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
+    with contextlib.ExitStack() as stack:
+        helper = None
+        if devices.helper is not None and devices.sign is not None:
+            url = parse_server(devices.helper, devices.helper_ca is None)
+            helper = Connection(url, read_private_key(devices.sign), devices.helper_ca)
+            stack.enter_context(contextlib.closing(helper))
+        folder = RunFolder(args.out)
+        stack.enter_context(folder.lock())
+        stack.enter_context(run_service(api, address, None if args.insecure else _tls(args)))
+        show.remark(f"device plan {plan.digest}; devices report at {args.listen}")
+        try:
+            outcome = serve_devices(
+                api,
+                start,
+                folder,
+                helper,
+                pace,
+                seed=devices.seed,
+                resume=args.resume,
+                on_record=table.row,
+                say=show.remark,
+            )
+        except NotEnoughNodes as problem:
+            raise ValueError(str(problem)) from None
+    if outcome.interrupted:
+        show.remark(f"stopped after {outcome.rounds} of {plan.rounds} rounds; continue with --resume")
+        return 130
+    if not args.json:
+        print(f"saved: {args.out}")
+    return 0
 
 
 def _run_gateway(path: Path, gateway: Gateway) -> int:
@@ -254,22 +349,28 @@ def _task_of(plan: Plan) -> Any:
 
 def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:
     """Return the certificates and the node registry; None for both with --insecure."""
-    from fedrecon._src.deploy.certificates import check_server
-    from fedrecon._src.deploy.http_server import Tls
     from fedrecon._src.deploy.node_keys import read_registry
 
     if args.insecure:
         return None, None
-    base = args.keys or Path()
-    tls = Tls(args.cert or base / "server.crt", args.key or base / "server.key", args.ca or base / "ca.crt")
-    check_server(*tls)
-    folder = args.nodes or base / "nodes"
+    tls, folder = _tls(args), args.nodes or (args.keys or Path()) / "nodes"
     registry = read_registry(folder)
     if len(registry) < args.min_nodes:
         raise ValueError(
             f"--min-nodes must be at most {len(registry)}, the number of public keys in {folder} (got {args.min_nodes})"
         )
     return tls, registry
+
+
+def _tls(args: Serve) -> Tls:
+    """Return the server's certificates."""
+    from fedrecon._src.deploy.certificates import check_server
+    from fedrecon._src.deploy.http_server import Tls
+
+    base = args.keys or Path()
+    tls = Tls(args.cert or base / "server.crt", args.key or base / "server.key", args.ca or base / "ca.crt")
+    check_server(*tls)
+    return tls
 
 
 class _Table:

@@ -219,11 +219,9 @@ class Spool:
         os.fsync(self._file.fileno())
         return b"".join(report[:RECORD] for report in self.reports(count))
 
-    def close(self, delete: bool = False) -> None:
-        """Close the file, and delete it if its reports are no longer needed."""
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
-        if delete:
-            self.path.unlink(missing_ok=True)
 
 
 def unmask(plan: SumPlan, reports: Iterable[bytes], answer: bytes, count: int) -> tuple[np.ndarray, int]:

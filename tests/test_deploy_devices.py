@@ -1,0 +1,421 @@
+"""Rounds over devices: who may report, what counts, and that nothing is lost or counted twice."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import threading
+import time
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+import fedrecon as fr
+from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.deploy import devices, tokens
+from fedrecon._src.deploy.devices import DeviceApi, DevicePace, OpenRound, read_device_plan, serve_devices
+from fedrecon._src.deploy.helper_server import HelperApi
+from fedrecon._src.deploy.http_client import Connection
+from fedrecon._src.deploy.http_server import run_service
+from fedrecon._src.deploy.node_keys import Verifier, public_bytes
+from fedrecon._src.deploy.registry import NotEnoughNodes
+from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, read_sum_plan
+from fedrecon._src.storage.atomic import StorageError
+from fedrecon.deploy import issue_token
+from fedrecon_device.sealing import Purpose, make_report
+from fedrecon_device.tensors import read_metadata
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what starlette uses
+    from starlette.testclient import TestClient
+
+SECRET = bytes(range(32))
+HELPER = X25519PrivateKey.from_private_bytes(bytes(range(32)))
+COORDINATOR = Ed25519PrivateKey.generate()
+ITEMS, LEAST = 6, 3
+
+
+def algorithm_of(**options):
+    descend = fr.gradient_descent(fr.optimizers.sgd(0.2), batch_size=4)
+    return fr.federated_reconstruction(
+        fr.models.matrix_factorization(ITEMS, 2),
+        reconstruct=descend,
+        update=descend,
+        server=fr.optimizers.sgd(1.0),
+        aggregate=fr.aggregators.secure(1.0, clients=50, max_weight=20, protocol="two-servers", **options),
+    )
+
+
+ALGORITHM = algorithm_of(bits=24)
+NAMES = [f"device-{k}" for k in range(8)]
+LENGTH = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(total_shapes(ALGORITHM)))
+
+
+def vector_of(name, number):
+    """Return what a device of this name adds to a sum: any integers, since what they mean is not tested here."""
+    return np.random.default_rng([NAMES.index(name), number]).integers(-99, 99, LENGTH).astype(np.uint32)
+
+
+def write_plan(folder, algorithm, rounds=2, **changes):
+    plan = {
+        "format": "fedrecon-device-plan",
+        "version": 1,
+        "algorithm": fr.kit.digest(algorithm),
+        "rounds": rounds,
+        "vector": {"length": LENGTH, "dtype": "uint32"},
+        "sum": {
+            "protocol": "two-servers",
+            "bits": algorithm.aggregator.ring.bits,
+            "helper": HELPER.public_key().public_bytes_raw().hex(),
+            "least": LEAST,
+        },
+        "noise": None,
+        "limits": {"reports_per_day": 100, "min_examples": 1},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan | changes))
+    return read_device_plan(folder)
+
+
+def report_of(plan, data, name):
+    """Return a device's report on a broadcast."""
+    about = json.loads(read_metadata(data, "broadcast")["fedrecon"])
+    batch, vector = bytes.fromhex(about["batch"]), vector_of(name, about["round"])
+    purpose = Purpose(bytes.fromhex(plan.digest), about["run"], batch, about["round"], plan.length)
+    return make_report(vector, plan.sums.helper, purpose, plan.sums.bits)
+
+
+class Devices:
+    """Devices that call an application in this process."""
+
+    def __init__(self, api):
+        self.api, self.http = api, TestClient(api.app, "https://server", raise_server_exceptions=False)
+
+    def call(self, method, path, name="device-0", data=None, token=None):
+        token = token or issue_token(SECRET, name)
+        return self.http.request(method, path, content=data, headers={"Authorization": f"Bearer {token}"})
+
+    def take_part(self, name):
+        """Report once; returns the status of the report."""
+        response = self.call("GET", "/v1/check-in", name)
+        if response.status_code != 200:
+            return response.status_code
+        task = response.json()
+        data = self.call("GET", f"/v1/broadcasts/{task['broadcast']}", name).content
+        assert hashlib.sha256(data).hexdigest() == task["broadcast"]
+        path = f"/v1/rounds/{task['round']}/reports/{task['ticket']}"
+        return self.call("PUT", path, name, report_of(self.api.plan, data, name)).status_code
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return write_plan(tmp_path / "bundle", ALGORITHM)
+
+
+@pytest.fixture
+def opened(plan, tmp_path):
+    """Devices, and a round that takes their reports."""
+    api = DeviceApi(plan, SECRET, retry=10)
+    api.run = "a run"
+    spool = Spool(tmp_path / "spool", plan.report_bytes)
+    current = OpenRound(0, bytes(16), b"broadcast", spool, 3, time.monotonic() + 60)
+    api.open_round(current)
+    yield Devices(api), current
+    spool.close()
+
+
+def refusal(response):
+    assert response.json()["status"] == response.status_code
+    return response.status_code, response.json()["type"].removeprefix("urn:fedrecon:")
+
+
+# ---- admission ----
+
+
+def test_a_token_by_hand():
+    # base64url(HMAC-SHA256(00 01 .. 1f, "fedrecon-token v1.phone-7.4102444800"))
+    assert tokens.device_of(SECRET, "v1.phone-7.4102444800.haC0W8X3XZlNa5MQzglju8QVNgo9j6xNi_E9a_uhMsc") == "phone-7"
+
+
+@pytest.mark.parametrize(
+    ("token", "problem"),
+    [
+        ("", "no-token"),
+        ("v1.a.b.c", "no-token"),
+        (issue_token(bytes(32), "phone"), "bad-token"),
+        (issue_token(SECRET, "phone").replace("phone", "other"), "bad-token"),
+        (issue_token(SECRET, "phone", 1e-6), "expired-token"),
+    ],
+)
+def test_tokens_that_admit_nobody(token, problem, opened):
+    time.sleep(1.1 if problem == "expired-token" else 0)
+    with pytest.raises(tokens.TokenError) as caught:
+        tokens.device_of(SECRET, token)
+    assert caught.value.problem == problem
+    http = opened[0]
+    for path in ("/v1/plan", "/v1/check-in", "/v1/broadcasts/" + "0" * 64):
+        assert refusal(http.call("GET", path, token=token or "nothing")) == (401, problem)
+    assert refusal(http.call("PUT", "/v1/rounds/0/reports/" + "0" * 48, token=token or "nothing")) == (401, problem)
+
+
+def test_settings_of_tokens_that_make_no_sense_are_refused():
+    for secret, device, seconds in ((SECRET, "a b", 1), (SECRET, "", 1), (SECRET[:31], "a", 1), (SECRET, "a", 0)):
+        with pytest.raises(ValueError, match=r"`(device|secret|seconds)`"):
+            issue_token(secret, device, seconds)
+
+
+def test_a_device_may_not_flood(opened):
+    http, _ = opened
+    statuses = [http.call("GET", "/v1/plan").status_code for _ in range(40)]
+    assert statuses[:30] == [200] * 30
+    assert 429 in statuses
+    assert http.call("GET", "/v1/plan", "another").status_code == 200
+
+
+# ---- reports ----
+
+
+def path_of(task):
+    return f"/v1/rounds/{task['round']}/reports/{task['ticket']}"
+
+
+def test_a_device_reports_once_a_round(opened, plan):
+    http, current = opened
+    task = http.call("GET", "/v1/check-in").json()
+    assert task | {"seconds": 0} == http.call("GET", "/v1/check-in").json() | {"seconds": 0}
+    assert (task["plan"], task["run"], task["round"], task["size"]) == (plan.digest, "a run", 0, 9)
+    assert http.call("GET", f"/v1/broadcasts/{task['broadcast']}").content == b"broadcast"
+    data = bytes(plan.report_bytes)
+    assert http.call("PUT", path_of(task), data=data).status_code == 201
+    assert http.call("PUT", path_of(task), data=data[:-1] + b"1").status_code == 200
+    assert list(current.spool.reports(1)) == [data]
+    assert len(current.spool) == 1
+    pause = http.call("GET", "/v1/check-in")
+    assert (pause.status_code, 5 <= int(pause.headers["retry-after"]) <= 15) == (204, True)
+
+
+def test_what_is_not_a_report_has_no_effect(opened, plan):
+    http, current = opened
+    task, data = http.call("GET", "/v1/check-in").json(), bytes(plan.report_bytes)
+    for change, expected in [
+        ({"ticket": "0" * 48}, (404, "forged")),
+        ({"ticket": "\u00e9"}, (404, "forged")),
+        ({"round": 1}, (404, "forged")),
+        ({"round": "x"}, (404, "forged")),
+    ]:
+        assert refusal(http.call("PUT", path_of(task | change), data=data)) == expected
+    assert refusal(http.call("PUT", path_of(task), "device-1", data)) == (404, "forged")
+    assert refusal(http.call("PUT", path_of(task), data=data + b"1")) == (413, "too-large")
+    assert refusal(http.call("PUT", path_of(task), data=data[:-1])) == (400, "wrong-size")
+    assert http.call("PUT", path_of(task), data=iter([data])).status_code == 411
+    assert len(current.spool) == 0
+    assert http.call("PUT", path_of(task), data=data).status_code == 201
+
+
+def test_a_round_that_is_full_or_over_takes_no_report(opened, plan):
+    http, current = opened
+    tasks = {f"device-{k}": http.call("GET", "/v1/check-in", f"device-{k}").json() for k in range(5)}
+    data = bytes(plan.report_bytes)
+    for name in list(tasks)[:3]:
+        assert http.call("PUT", path_of(tasks[name]), name, data).status_code == 201
+    assert refusal(http.call("PUT", path_of(tasks["device-3"]), "device-3", data)) == (410, "expired")
+    assert http.call("GET", "/v1/check-in", "device-3").status_code == 204
+    http.api.open_round(None)
+    assert refusal(http.call("PUT", path_of(tasks["device-4"]), "device-4", data)) == (410, "expired")
+    assert len(current.spool) == 3
+
+
+def test_a_device_reports_so_often_a_day(tmp_path):
+    plan = write_plan(tmp_path / "bundle", ALGORITHM, limits={"reports_per_day": 2, "min_examples": 1})
+    api = DeviceApi(plan, SECRET)
+    http, data = Devices(api), bytes(plan.report_bytes)
+    for number in range(3):
+        with contextlib.closing(Spool(tmp_path / f"spool-{number}", plan.report_bytes)) as spool:
+            api.open_round(OpenRound(number, bytes(16), b"broadcast", spool, 3, time.monotonic() + 60))
+            response = http.call("GET", "/v1/check-in")
+            assert response.status_code == (200 if number < 2 else 204)
+            ticket = response.json()["ticket"] if number < 2 else api._ticket(2, "device-0")
+            response = http.call("PUT", f"/v1/rounds/{number}/reports/{ticket}", data=data)
+            assert response.status_code == (201 if number < 2 else 429)
+
+
+def test_numbers_that_are_not_finite_are_refused_in_open_reports(tmp_path):
+    about = {"protocol": "open", "bits": 32, "helper": None, "least": 1}
+    plan = write_plan(tmp_path, ALGORITHM, sum=about, vector={"length": 2, "dtype": "float32"})
+    api = DeviceApi(plan, SECRET)
+    http = Devices(api)
+    with contextlib.closing(Spool(tmp_path / "spool", 8)) as spool:
+        api.open_round(OpenRound(0, bytes(16), b"broadcast", spool, 3, time.monotonic() + 60))
+        task = http.call("GET", "/v1/check-in").json()
+        data = np.array([1, np.nan], "<f4").tobytes()
+        assert refusal(http.call("PUT", path_of(task), data=data)) == (400, "not-finite")
+        assert http.call("PUT", path_of(task), data=data[:4] * 2).status_code == 201
+
+
+# ---- rounds ----
+
+
+@contextlib.contextmanager
+def helping(plan, folder):
+    """Run a helper, and yield the coordinator's connection to it."""
+    folder.mkdir(exist_ok=True)
+    helper = Helper(read_sum_plan(plan), HELPER, folder)
+    api = HelperApi(helper, Verifier({public_bytes(COORDINATOR): "coordinator"}))
+    with run_service(api, ("127.0.0.1", 0), None) as port, connect(port) as connection:
+        yield connection
+
+
+def connect(port, key=COORDINATOR):
+    return contextlib.closing(Connection(f"http://127.0.0.1:{port}", key, None))
+
+
+def start_of(algorithm=ALGORITHM, seed=1):
+    params = jax.tree.map(np.asarray, algorithm.params(algorithm.init(jax.random.key(seed))))
+    return devices.Start(algorithm, params, lambda folder, params: fr.save_algorithm(folder, algorithm, params))
+
+
+@contextlib.contextmanager
+def training(api, folder, helper, **options):
+    """Run the coordinator in a thread; yields a list that gets its result, or what it raised."""
+    results = []
+
+    def run():
+        try:
+            pace = DevicePace(**{"reports": 4, "deadline": 30, "patience": 30, "retry": 1} | options.pop("pace", {}))
+            results.append(serve_devices(api, start_of(), fr.RunFolder(folder), helper, pace, seed=5, **options))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield results
+    thread.join(60)
+    assert results
+
+
+def expected(cohorts, seed=5):
+    """Return the parameters after rounds with these devices."""
+    params = start_of().params
+    model = ALGORITHM.model._replace(init_global=lambda key: params)
+    state = dataclasses.replace(ALGORITHM, model=model).init(fr.kit.run_keys(seed).init)
+    for number, names in enumerate(cohorts):
+        vectors = [vector_of(name, number) for name in names]
+        totals = [fr.privacy.from_vector(vector, total_shapes(ALGORITHM)) for vector in vectors]
+        state = fr.kit.server_update(ALGORITHM, state, totals, fr.kit.round_key(seed, number))
+    return ALGORITHM.params(state)
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def assert_equal(params, expected):
+    for left, right in zip(*map(jax.tree.leaves, (params, expected)), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_rounds_have_the_sum_of_their_reports(plan, tmp_path):
+    api = DeviceApi(plan, SECRET)
+    http, cohorts = Devices(api), [NAMES[:4], NAMES[3:7]]
+    with (
+        helping(tmp_path / "bundle", tmp_path / "helper") as helper,
+        training(api, tmp_path / "run", helper) as results,
+    ):
+        for number, names in enumerate(cohorts):
+            wait_until(lambda n=number: api._round is not None and api._round.number == n)
+            assert [http.take_part(name) for name in names] == [201] * 4
+    outcome = results[0]
+    assert outcome.rounds == 2
+    assert_equal(outcome.params, expected(cohorts))
+    assert [(record["invited"], record["answered"], record["failed"]) for record in outcome.history] == [(4, 4, {})] * 2
+    assert outcome.history[0]["bytes_received"] == 4 * plan.report_bytes
+    assert_equal(devices.open_start(tmp_path / "run").params, outcome.params)
+    assert not (tmp_path / "run" / devices.SPOOL).exists()
+
+
+def test_reports_outlive_a_coordinator_whose_helper_is_gone(plan, tmp_path):
+    api, names = DeviceApi(plan, SECRET), NAMES[:4]
+    http = Devices(api)
+    with (
+        connect(1) as nobody,
+        training(api, tmp_path / "run", nobody, pace={"patience": 1.0}) as results,
+    ):
+        wait_until(lambda: api._round is not None)
+        assert [http.take_part(name) for name in names] == [201] * 4
+    assert isinstance(results[0], NotEnoughNodes)
+    with helping(tmp_path / "bundle", tmp_path / "helper") as helper:
+        api = DeviceApi(plan, SECRET)
+        http = Devices(api)
+        with training(api, tmp_path / "run", helper, resume=True) as results:
+            wait_until(lambda: api._round is not None and api._round.number == 1)  # no device was asked again
+            assert [http.take_part(name) for name in names] == [201] * 4
+    assert_equal(results[0].params, expected([names, names]))
+
+
+def test_too_few_readable_reports_leave_the_round_open(plan, tmp_path):
+    api, names = DeviceApi(plan, SECRET), NAMES[:5]
+    http = Devices(api)
+    with (
+        helping(tmp_path / "bundle", tmp_path / "helper") as helper,
+        training(api, tmp_path / "run", helper, pace={"reports": 3}) as results,
+    ):
+        wait_until(lambda: api._round is not None)
+        task = http.call("GET", "/v1/check-in", "liar").json()
+        assert http.call("PUT", path_of(task), "liar", bytes(plan.report_bytes)).status_code == 201
+        assert [http.take_part(name) for name in names[:2]] == [201] * 2
+        wait_until(lambda: api._round is not None and api._round.most == 4)  # two can be read, three are needed
+        assert http.take_part(names[0]) == 204
+        assert http.take_part(names[2]) == 201
+        wait_until(lambda: api._round is not None and api._round.number == 1)
+        assert [http.take_part(name) for name in names[2:]] == [201] * 3
+    assert_equal(results[0].params, expected([names[:3], names[2:]]))
+    assert results[0].history[0]["failed"] == {"unreadable": 1}
+
+
+def test_a_round_is_closed_at_its_deadline_if_there_are_enough(plan, tmp_path):
+    api, names = DeviceApi(plan, SECRET), NAMES[:3]
+    http = Devices(api)
+    with (
+        helping(tmp_path / "bundle", tmp_path / "helper") as helper,
+        training(api, tmp_path / "run", helper, pace={"reports": 100, "deadline": 0.3}) as results,
+    ):
+        for number in range(2):
+            wait_until(lambda n=number: api._round is not None and api._round.number == n)
+            assert [http.take_part(name) for name in names] == [201] * 3
+    assert [record["answered"] for record in results[0].history] == [3, 3]
+
+
+def test_another_algorithm_or_folder_is_refused(plan, tmp_path):
+    pace, other = DevicePace(), start_of(algorithm_of(bits=20))
+    api = DeviceApi(plan, SECRET)
+    with pytest.raises(StorageError, match="the plan is for the algorithm"):
+        serve_devices(api, other, fr.RunFolder(tmp_path / "run"), None, pace)
+    with pytest.raises(ValueError, match="`helper` must be given"):
+        serve_devices(api, start_of(), fr.RunFolder(tmp_path / "run"), None, pace)
+    for change in ({"rounds": 0}, {"limits": {}}, {"sum": {"protocol": "open"}}, {"format": "x"}, {"vector": None}):
+        with pytest.raises(StorageError, match=r"plan\.json"):
+            write_plan(tmp_path / "other", ALGORITHM, **change)
+
+
+def test_only_the_registered_coordinator_asks_the_helper(plan, tmp_path):
+    helper = Helper(read_sum_plan(tmp_path / "bundle"), HELPER, tmp_path)
+    api = HelperApi(helper, Verifier({public_bytes(COORDINATOR): "coordinator"}))
+    http = TestClient(api.app, "https://helper", raise_server_exceptions=False)
+    assert http.get("/v1/key").text == plan.sums.helper.hex()
+    assert refusal(http.post(f"/v1/rounds/0/batches/{'0' * 32}?run=a", content=b"")) == (401, "unsigned")
+    with run_service(api, ("127.0.0.1", 0), None) as port:
+        for key, path, message in [
+            (Ed25519PrivateKey.generate(), f"/v1/rounds/0/batches/{'0' * 32}?run=a", "key"),
+            (COORDINATOR, f"/v1/rounds/0/batches/{'0' * 31}?run=a", "32 hexadecimal digits"),
+            (COORDINATOR, f"/v1/rounds/0/batches/{'0' * 32}", "names the training"),
+        ]:
+            with connect(port, key) as connection, pytest.raises(Exception, match=message):
+                connection.post(path, b"", 100)
