@@ -509,25 +509,25 @@ def test_deleting_the_file_deletes_the_person(person, made):
     start = {path: leaf.copy() for path, leaf in Bundle(made).start.items()}
     person.add(item=[103, 105], rating=[5, 2])
     person.refresh()
-    person._store.path.unlink()
+    person.store.path.unlink()
     assert person.stored() == {}
     assert all(np.array_equal(person.local()[path], leaf) for path, leaf in start.items())
-    assert not person._store.path.exists()  # nor does asking bring it back
+    assert not person.store.path.exists()  # nor does asking bring it back
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(person, monkeypatch, tmp_path):
     person.add(item=[103], rating=[5])
-    before = person._store.path.read_bytes()
+    before = person.store.path.read_bytes()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     with pytest.raises(OSError, match="no space"):
         person.add(item=[104], rating=[1])
-    assert person._store.path.read_bytes() == before
+    assert person.store.path.read_bytes() == before
     assert len(list((tmp_path / "me").iterdir())) == 1
 
 
 def test_a_damaged_file_is_named(person):
     person.add(item=[103], rating=[5])
-    person._store.path.write_text("{")
+    person.store.path.write_text("{")
     with pytest.raises(StoreError, match=r"person\.json"):
         person.local()
 
@@ -544,7 +544,7 @@ def test_a_damaged_file_is_named(person):
     ],
 )
 def test_a_file_of_something_else_is_refused_in_a_sentence(person, content):
-    person._store.write(content)
+    person.store.write(content)
     for use in (person.recommend, person.local, lambda: person.add(item=[103], rating=[5])):
         with pytest.raises(StoreError, match="no examples for a model of ratings; delete it"):
             use()
@@ -557,7 +557,7 @@ def test_kept_local_parameters_that_make_no_sense_are_made_anew(person):
     expected = person.refresh()
     examples, digest = person.stored()["examples"], person.bundle.model_digest
     for local in ({}, {"user_embedding": [1]}, 7, {"user_embedding": "x", "user_bias": 1}):
-        person._store.write({"examples": examples, "model": digest, "local": local, "before": 3})
+        person.store.write({"examples": examples, "model": digest, "local": local, "before": 3})
         found = person.local()
         assert all(np.array_equal(found[path], leaf) for path, leaf in expected.items())
 
@@ -583,7 +583,7 @@ def test_a_new_global_model_makes_kept_local_parameters_useless(person, tmp_path
     old = person.refresh()
     model = factorization(default=True)
     ratings_bundle(tmp_path / "newer", model, "least-squares", params=trained(model, seed=1))
-    again = Personal(tmp_path / "newer", person._store.path)
+    again = Personal(tmp_path / "newer", person.store.path)
     new = again.local()
     assert not np.allclose(old["user_embedding"], new["user_embedding"])
     expected = again.bundle.reconstruct({"item": [3, 5], "rating": [5, 2]})
