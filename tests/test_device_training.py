@@ -1,6 +1,8 @@
 """Training on a device: what it draws, packs, computes and reports is what the simulator does."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from fedrecon_device import Bundle, BundleError, check
 from fedrecon_device.keys import client_key, name_hash, redrawn_order
 from fedrecon_device.training import Trainer, lay_out, pack_examples, read_plan
 
+WEB = Path(__file__).parent / "web"
 HELPER = "ab" * 32
 SIZES = {"ann": 0, "bo": 1, "cy": 2, "dee": 7, "eve": 12, "flo": 3, "gus": 9, "hal": 5, "ida": 11, "jo": 4, "kim": 6}
 SEED, ROUND, MOST, ITEMS = 3, 4, 12, 200
@@ -205,6 +208,17 @@ def test_check_runs_the_training_vectors(bundles, tmp_path):
     assert json.loads((folder / "training_vectors.json").read_text())["message"]["message/method/item_embedding"] == {
         "table": "item_embedding"
     }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (WEB / "node_modules").is_dir(), reason="needs node and its packages: make test-web")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_node_computes_the_training_vectors(bundles, name):
+    command = ["node", "training_vectors.mjs", str(bundles(name)[0])]
+    result = json.loads(subprocess.run(command, cwd=WEB, capture_output=True, text=True, check=True).stdout)
+    assert result["cases"] == 6
+    assert result["worst"] <= (1e-5 if name == "paper" else 1)  # floats; steps of a ring
+    assert result["different"] <= 1 or name == "paper"
 
 
 def test_a_plan_that_does_not_fit_the_sums_is_refused():
