@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
 from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.core.pytrees import flatten
@@ -18,12 +19,51 @@ from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.device.bundle_data import Quantisation, made_up_clicks, made_up_ratings
 from fedrecon._src.device.bundle_writer import ITEMS, MOST_EXAMPLES, WORDS, bundle
 from fedrecon._src.device.export import Legend, of_counts, of_weighed
+from fedrecon._src.device.update_graph import DevicePlan
 from fedrecon._src.device.web_page import check_vendor, page_files
+from fedrecon._src.recommend.recipe import build_weights
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.recommend.tasks.clicks import click_weight
+from fedrecon._src.server.fixed_point import secure
 
 MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
+
+
+class DeviceTraining(NamedTuple):
+    """How devices train a saved model.
+
+    Attributes:
+      plan: what they agree to; with a helper, sums are made by two servers, else the coordinator sees every report.
+      clip_norm: with a helper: the largest norm of what a device adds.
+      bits: with a helper: 20, 24 or 32; fewer make reports smaller and rounding coarser.
+      most: with a helper: the most reports of a sum.
+    """
+
+    plan: DevicePlan = DevicePlan()
+    clip_norm: float = 5.0
+    bits: int = 24
+    most: int = 1000
+
+    def algorithm(self, saved: SavedModel[Any], examples: int) -> Algorithm:
+        """Return what is trained.
+
+        Args:
+          saved: the model.
+          examples: how many of a person's examples a device uses at most.
+        """
+        if self.plan.helper is None:
+            return saved.trainable(self.plan.rounds)
+        tokens = getattr(saved.config.model, "max_words", 1)
+        aggregator = secure(
+            self.clip_norm,
+            clients=self.most,
+            weigh=build_weights(saved.config, saved.algorithm.model),
+            max_weight=float(examples * tokens),
+            protocol="two-servers",
+            bits=self.bits,
+        )
+        return saved.trainable(self.plan.rounds, aggregator)
 
 
 def bundle_model(
@@ -35,6 +75,7 @@ def bundle_model(
     least_count: int | None = None,
     onnxruntime_web: Path | None = None,
     onnx: bool = True,
+    train: DeviceTraining | None = None,
     replace: bool = False,
 ) -> Path:
     """Write the bundle of a saved model, with its page.
@@ -49,6 +90,7 @@ def bundle_model(
       onnxruntime_web: the folder `dist` of the npm package, for a page of text.
       onnx: whether to write graphs. The page of a model that ranks items needs none; without them, no exporter is
         needed.
+      train: let devices train the model, in this way; None for not.
       replace: whether to replace a bundle that is there.
 
     Raises:
@@ -61,7 +103,7 @@ def bundle_model(
         check_vendor(onnxruntime_web)  # before the export, which takes long
     legend, like = PARTS[saved.task.name](saved, most, least_count)
     return bundle(
-        saved.algorithm,
+        saved.algorithm if train is None else train.algorithm(saved, most),
         saved.params,
         out,
         like=like,
@@ -70,6 +112,7 @@ def bundle_model(
         quantise=quantise,
         legend=legend._replace(page=partial(page_files, vendor=onnxruntime_web)),
         onnx=onnx,
+        train=False if train is None else train.plan,
         replace=replace,
     )
 

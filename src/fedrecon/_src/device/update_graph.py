@@ -17,6 +17,7 @@ from fedrecon._src.algorithms.saving import digest
 from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, Packer, lengths_for, row_capacity
+from fedrecon._src.core.factories import RecipeError, recipe_of
 from fedrecon._src.core.keys import round_key, run_keys, words_of
 from fedrecon._src.core.model import Batch
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
@@ -25,6 +26,7 @@ from fedrecon._src.device.bundle_data import draws, numbers, plain, promised
 from fedrecon._src.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
 from fedrecon._src.models.text.shared_weights import plain_layers
 from fedrecon._src.privacy.noise import ShareOfNoise
+from fedrecon._src.server.aggregator import Aggregator
 from fedrecon_device.files import digest_of
 from fedrecon_device.training import PLAN_FORMAT, PLAN_VERSION
 
@@ -214,6 +216,7 @@ class UpdateGraph:
             "format": PLAN_FORMAT,
             "version": PLAN_VERSION,
             "algorithm": digest(algorithm),
+            "aggregator": _recipe(algorithm.aggregator),
             "graph": digest_of(graph.data),
             "rounds": terms.rounds,
             "examples": {**self.lengths._asdict(), "most": self._most, "columns": _types(columns)},
@@ -267,6 +270,14 @@ class UpdateGraph:
         leaves = {f"message/{path}": np.asarray(leaf) for path, leaf in flatten(message)[0].items()}
         tables = flatten(params)[0]
         return {"message": {name: _referred(name, leaf, tables) for name, leaf in leaves.items()}, "cases": cases}
+
+
+def _recipe(aggregator: Aggregator) -> Any:
+    """Return how the aggregator was made, so that a coordinator can make it again; None if that is not known."""
+    try:
+        return recipe_of(aggregator)
+    except RecipeError:
+        return None
 
 
 def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:

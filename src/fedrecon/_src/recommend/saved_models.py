@@ -11,6 +11,7 @@ import jax
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.recommend.config import Config, config_from_json, to_json
 from fedrecon._src.recommend.tasks import TASKS, Task, build_algorithm, task_of
+from fedrecon._src.server.aggregator import Aggregator
 from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
 from fedrecon._src.storage.atomic import StorageError, atomic_folder, find_complete
 from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
@@ -20,6 +21,7 @@ from fedrecon._src.storage.run_folder import find_part, list_checkpoints
 FORMAT = Format("fedrecon-model", 2)
 ARRAYS, DESCRIPTION = "global.safetensors", "model.json"
 SETTINGS = ("model", "reconstruct", "split", "seed")  # of a run's config: what inference needs
+TRAINING = ("update", "server", "aggregate")  # what training on needs, too
 
 L = TypeVar("L")
 
@@ -29,7 +31,7 @@ class SavedModel(Generic[L]):
     """A model ready to serve people.
 
     Attributes:
-      config: the settings of model, reconstruction and evaluation; those of training are not kept.
+      config: the settings of model, reconstruction, evaluation and update; those of who was drawn are not kept.
       params: the global parameters.
       legend: what its ids stand for: items or words.
       failed: why its training failed, in which case it should serve nobody; None if it did not.
@@ -50,6 +52,18 @@ class SavedModel(Generic[L]):
         """The algorithm, for reconstruction and evaluation."""
         return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
 
+    def trainable(self, rounds: int, aggregator: Aggregator | None = None) -> Algorithm:
+        """Return the algorithm to train this model further with, the same wherever it is called.
+
+        Args:
+          rounds: how many, over which learning rates fall.
+          aggregator: that of the settings by default.
+        """
+        counts = getattr(self.legend, "counts", None)  # priors are weighed against all examples of the first training
+        config = dataclasses.replace(self.config, rounds=rounds)
+        model = self.task.build_model(config, self.legend)
+        return build_algorithm(config, model, 1 if counts is None else float(counts.sum()), aggregator)
+
     @property
     def ends(self) -> tuple[float, float] | None:
         """The lowest and the highest rating that is shown, in the data's own scale; None if they are not known."""
@@ -61,7 +75,7 @@ class SavedModel(Generic[L]):
         description = {
             "task": self.config.task,
             "failed": self.failed,
-            "settings": {name: settings[name] for name in SETTINGS},
+            "settings": {name: settings[name] for name in (*SETTINGS, *TRAINING)},
             **self.task.describe(self.legend),
         }
         check_model_folder(Path(path))
@@ -101,7 +115,9 @@ def _read_description(file: Path) -> SavedModel[Any]:
         raise StorageError(f"{file} is of task {name!r}; this version of fedrecon knows {', '.join(TASKS)}")
     try:
         task = TASKS[name]
-        settings = {**to_json(task.untrained), **{part: description["settings"][part] for part in SETTINGS}}
+        saved = description["settings"]
+        settings = {**to_json(task.untrained), **{part: saved[part] for part in SETTINGS}}
+        settings |= {part: saved[part] for part in TRAINING if part in saved}
         config = config_from_json(settings, str(file))
         legend, failed = task.recall(description), description["failed"]
     except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as problem:

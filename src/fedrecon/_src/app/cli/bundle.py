@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from fedrecon._src.app.cli import options, show
+
+if TYPE_CHECKING:
+    from fedrecon._src.device.model_bundle import DeviceTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """How devices train; with --train.
+
+    Attributes:
+      rounds: how many rounds there are at most.
+      helper: the public key of the second server (fedrecon helper): sums are then made by two servers. Without it, the
+        coordinator sees every report.
+      least: the fewest reports of a sum.
+      most: with helper: the most reports of a sum.
+      clip_norm: with helper: the largest norm of a report.
+      bits: with helper: 20, 24 or 32 per number of a report; fewer are smaller and coarser.
+      reports_per_day: how many reports a device sends per day at most.
+      min_examples: devices with fewer examples do not take part.
+    """
+
+    rounds: int = 100
+    helper: str | None = None
+    least: int = 10
+    most: int = 1000
+    clip_norm: float = 5.0
+    bits: Literal[20, 24, 32] = 24
+    reports_per_day: int = 4
+    min_examples: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +57,8 @@ class Make:
       quantise: store tables in int8 (a quarter of the size) or float16 (half of it).
       examples: how many of a person's examples a device uses; the newest are kept.
       least_ratings: recommend only items that at least this many training users have rated; by default as in training.
+      train: let devices train the model, too: adds the client's part of a round and a plan of what devices agree to.
+      devices: how devices train.
       onnxruntime_web: text only: the dist folder of the npm package onnxruntime-web, which the page needs.
       overwrite: replace an existing bundle.
     """
@@ -37,6 +68,8 @@ class Make:
     quantise: Literal["int8", "float16"] | None = None
     examples: int = 300
     least_ratings: int | None = None
+    train: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    devices: Devices = field(default_factory=Devices)
     onnxruntime_web: Path | None = None
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
@@ -84,6 +117,7 @@ def run(args: Make | Check) -> int:
             quantise=args.quantise,
             least_count=args.least_ratings,
             onnxruntime_web=args.onnxruntime_web,
+            train=_training(args.devices) if args.train else None,
             replace=True,  # an empty folder, or the bundle that --overwrite is about
         )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -91,3 +125,11 @@ def run(args: Make | Check) -> int:
     if "web/index.html" in (manifest := read_manifest(folder))["files"] and not page_lacks(manifest):
         show.following(f"page {shlex.quote(str(folder))}")
     return 0
+
+
+def _training(devices: Devices) -> DeviceTraining:
+    from fedrecon._src.device.model_bundle import DeviceTraining
+    from fedrecon._src.device.update_graph import DevicePlan
+
+    plan = DevicePlan(devices.rounds, devices.least, devices.helper, devices.reports_per_day, devices.min_examples)
+    return DeviceTraining(plan, devices.clip_norm, devices.bits, devices.most)
