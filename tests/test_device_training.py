@@ -228,3 +228,21 @@ def test_a_plan_that_does_not_fit_the_sums_is_refused():
         fr.device.DevicePlan(helper=HELPER).check(paper(fr.aggregators.mean()))
     with pytest.raises(ValueError, match="least"):
         fr.device.DevicePlan(least=0).check(paper(fr.aggregators.mean()))
+
+
+@pytest.mark.slow
+def test_the_command_bundles_a_saved_model_for_training(tmp_path, capsys):
+    from device_models import default_model
+    from fedrecon.__main__ import main
+    from fedrecon._src.core.factories import follow
+    from fedrecon._src.recommend.saved_models import open_model
+
+    default_model().save(tmp_path / "model")
+    options = ["--examples", "12", "--train", "--devices.rounds", "7", "--devices.helper", HELPER]
+    assert main(["bundle", str(tmp_path / "model"), "--out", str(tmp_path / "b"), *options]) == 0
+    assert "all test vectors" in capsys.readouterr().out
+    plan = read_plan((tmp_path / "b" / "plan.json").read_bytes())
+    again = open_model(tmp_path / "model").trainable(plan["rounds"], follow(plan["aggregator"]))
+    assert plan["algorithm"] == fr.kit.digest(again)
+    assert plan["sum"]["bits"] == 24
+    assert "key" not in plan["inputs"]  # this recipe starts at zero

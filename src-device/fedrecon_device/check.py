@@ -74,21 +74,23 @@ def _sent(bundle: Bundle, about: Mapping[str, Any]) -> np.ndarray:
 def _update_difference(
     bundle: Bundle, trainer: Trainer, message: Mapping[str, np.ndarray], case: Mapping[str, Any]
 ) -> float:
-    """Run one test vector of training; return its largest difference, 0 for integers."""
+    """Run one test vector of training; return its largest difference, integers apart."""
     key: Any = tuple(case["round_key"])
     about = trainer.plan["examples"]["columns"]
     columns = {name: np.asarray(case["examples"][name], column["dtype"]) for name, column in about.items()}
-    vector = trainer.update(message, key, case["name"], columns).vector
+    vector, state = trainer.update(message, key, case["name"], columns)
     where = f"training vector {case['name']!r}"
+    of_state = [_difference(state[path], promised, f"{where}, {path!r}") for path, promised in case["state"].items()]
+    worst = max(of_state, default=0.0)
     if vector.dtype == np.float32:
-        return _difference(vector, case["vector"], where)
+        return max(worst, _difference(vector, case["vector"], where))
     places = np.asarray(case["vector"].get("at", range(vector.size)), np.int64)
     steps = vector.view(np.int32)[places].astype(np.int64) - np.asarray(case["vector"]["values"], np.int64)
     if [vector.size] != case["vector"]["shape"] or np.max(np.abs(steps), initial=0) > STEPS:
         raise BundleError(
             f"{where} differs from what JAX gave by {np.max(np.abs(steps))} steps; at most {STEPS} may be"
         )
-    return 0.0
+    return worst
 
 
 def _differences(bundle: Bundle, case: Mapping[str, Any]) -> float:

@@ -50,6 +50,7 @@ class Trainer:
         self._graph = bundle.graph("update")  # says why there is none
         data = read_checked(bundle.folder, bundle.manifest, PLAN)
         self.plan, self.digest = read_plan(data), digest_of(data)
+        self._bundle = bundle
         if self.plan["graph"] != bundle.manifest["files"]["update.onnx"]["sha256"]:
             raise BundleError(f"{PLAN} is for another update.onnx than the bundle has")
 
@@ -68,17 +69,34 @@ class Trainer:
           round_key: the two words of the round's key.
           name: of the device; it stays on the device.
           columns: one array per feature, oldest example first.
-          state: what the device kept from its last round, by path, if the method keeps anything.
+          state: what the device kept from its last round, by path; None before its first, or if it keeps nothing.
 
         Raises:
           BundleError: the message or the examples do not fit the plan.
         """
-        key = np.array(client_key(round_key, name), np.uint32).view(np.int32)
-        inputs = {**message, "key": key, **pack_examples(self.plan, columns, round_key, name)}
-        outputs = self._graph.run({**inputs, **{f"state/{path}": leaf for path, leaf in (state or {}).items()}})
+        inputs = {
+            **message,
+            "key": _words(client_key(round_key, name)),
+            **pack_examples(self.plan, columns, round_key, name),
+        }
+        state = self.first_state(name) if state is None else state
+        outputs = self._graph.run({**inputs, **{f"state/{path}": leaf for path, leaf in state.items()}})
         return Update(
-            lay_out(self.plan["vector"], outputs), {path: outputs[f"state/{path}"] for path in self.plan["state"]}
+            lay_out(self.plan["vector"], outputs), {path: outputs[f"new_state/{path}"] for path in self.plan["state"]}
         )
+
+    def first_state(self, name: str) -> dict[str, np.ndarray]:
+        """Return what a device keeps before its first round, by path; empty for methods that keep nothing."""
+        if not self.plan["state"]:
+            return {}
+        inputs = {f"global/{path}": table for path, table in self._bundle.tables.items()}
+        inputs["key"] = _words(client_key(tuple(self.plan["state_key"]), name))
+        outputs = self._bundle.graph("state").run(inputs)
+        return {output.removeprefix("state/"): values for output, values in outputs.items()}
+
+
+def _words(key: Key) -> np.ndarray:
+    return np.array(key, np.uint32).view(np.int32)
 
 
 def read_plan(data: bytes) -> dict[str, Any]:
@@ -113,7 +131,12 @@ def read_plan(data: bytes) -> dict[str, Any]:
         check.expect(fine, f"rows.{group}.features", "names of columns")
         check.expect(check.whole(table, "capacity") <= MOST_NUMBERS, f"rows.{group}.capacity", "fewer rows")
         check.whole(table, "table")
-    check.object(plan, "state")
+    if check.object(plan, "state"):
+        key = plan.get("state_key")
+        fine = (
+            isinstance(key, list) and len(key) == 2 and all(type(word) is int and 0 <= word < 1 << 32 for word in key)
+        )
+        check.expect(fine, "state_key", "two 32-bit words")
     check.expect(total.get("protocol") in PROTOCOLS, "sum.protocol", " or ".join(PROTOCOLS))
     check.whole(total, "least")
     return plan

@@ -82,14 +82,17 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
         algorithm.method.check(params, local["local"], batch, mask)
         finetune.check(objective(params), local["finetuned"], local["local"], batch, mask)
 
-    def define(_: Model) -> Method:
-        limits = (algorithm.method.support_limit, finetune.limit)
+    def define(serving: Model) -> Method:
+        method = algorithm.method
+        if serving.init_local is not init_local:  # a start that was drawn elsewhere is that of training, too
+            method = algorithm.define(model._replace(init_local=lambda key: serving.init_local(key)["local"]))
+        limits = (method.support_limit, finetune.limit)
         limit = None if None in limits else max(limit or 0 for limit in limits)
-        return algorithm.method._replace(reconstruct=reconstruct, check=check, support_limit=limit)
+        return method._replace(reconstruct=reconstruct, check=check, support_limit=limit)
 
     # Ids are renumbered for all tables that they index, and a client's own tables are whole.
     own_features = {feature for path in paths for feature in lookup_groups(model).get(path, ())}
-    serving = model._replace(
+    serving_model = model._replace(
         init_local=init_local,
         predict=predict,
         default_local=None,
@@ -98,4 +101,4 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
         state=None,
         lookups={path: ids for path, ids in lookup_groups(model).items() if not own_features & set(ids)},
     )
-    return dataclasses.replace(algorithm, model=serving, define=define)
+    return dataclasses.replace(algorithm, model=serving_model, define=define)

@@ -114,8 +114,10 @@ def bundle(
     if terms is not None:
         update = UpdateGraph(algorithm, examples, room, form.prepare)
         files |= _training_files(update, terms, unflatten(structure, tables), seed, graphs, problems)
-    names = ("reconstruct", "predict", *(["update"] if terms else []))
-    entries = {name: _graph_entry(name, graphs, problems) for name in names}
+    entries = {
+        name: _graph_entry(name, graphs, problems)
+        for name in dict.fromkeys(("reconstruct", "predict", *graphs, *problems))
+    }
     manifest = _describe(legend, form, examples, most) | {"graphs": entries, "quantised": quantise}
     if legend.page is not None:
         files |= legend.page({**manifest, "files": _entries(files)})
@@ -146,16 +148,14 @@ def _training_files(
 ) -> dict[str, bytes]:
     """Export the update graph; return it with its plan and test vectors, or note why it cannot be exported."""
     try:
-        graph = graphs["update"] = update.graph()
+        graph, first_state = update.graph(), update.state_graph()
     except ExportError as problem:
         problems["update"] = str(problem)
         return {}
-    plan, vectors = update.plan(terms, graph), update.vectors(params, seed)
-    return {
-        "update.onnx": graph.data,
-        PLAN: written(PLAN, plan),
-        TRAINING_VECTORS: written(TRAINING_VECTORS, vectors),
-    }
+    graphs |= {"update": graph} | ({} if first_state is None else {"state": first_state})
+    files = {f"{name}.onnx": graphs[name].data for name in ("update", "state") if name in graphs}
+    plan, vectors = update.plan(terms, graph, seed), update.vectors(params, seed)
+    return files | {PLAN: written(PLAN, plan), TRAINING_VECTORS: written(TRAINING_VECTORS, vectors)}
 
 
 def _describe(legend: Legend, form: Form, examples: Mapping[str, np.ndarray], most: int) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _explained(problem: Exception, function: Callable[..., Any], shapes: Mapping
     flat = inlined(lambda *values: function(dict(zip(names, values, strict=True))), *shapes.values())
     traced = jax.make_jaxpr(flat)(*shapes.values())
     reads = _reads(traced.jaxpr, [{name} for name in names], operation)
-    params = sorted(name for name in reads or () if name.startswith(("global/", "start/", "local/")))
+    params = sorted(name for name in reads or () if name.startswith(("global/", "start/", "local/", "message/")))
     of = f", which reads {', '.join(params)}," if params else ""
     return f"the operation {operation!r}{of} has no translation to ONNX: {problem}"
 

@@ -92,7 +92,7 @@ def fold_in(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 def split(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Derive several keys from one."""
-    shape = equation.params["shape"]
+    shape = equation.outvars[0].aval.shape
     words = threefry(_one(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))
     columns = [word.astype(jnp.uint32)[:, None] for word in words]
     return [Words(jnp.concatenate(columns, 1).reshape(*shape, 2))]
@@ -100,7 +100,7 @@ def split(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 def random_bits(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Draw bits."""
-    shape, width = equation.params["shape"], equation.params["bit_width"]
+    shape, width = equation.outvars[0].aval.shape, equation.params["bit_width"]
     if width != 32:
         raise UntranslatableError(f"random draws of {width} bits have no translation to ONNX")
     x, y = threefry(_one(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, encode, with_params
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, encode, shapes_of, with_params
 from fedrecon._src.algorithms.rounds import as_clients, client_total, total_shapes
 from fedrecon._src.algorithms.saving import digest
 from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, Packer, lengths_for, row_capacity
 from fedrecon._src.core.factories import RecipeError, recipe_of
-from fedrecon._src.core.keys import round_key, run_keys, words_of
+from fedrecon._src.core.keys import client_keys, round_key, run_keys, words_of
 from fedrecon._src.core.model import Batch
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.core.upload import RowChanges, Summand, broadcast_clients
@@ -31,6 +32,10 @@ from fedrecon_device.files import digest_of
 from fedrecon_device.training import PLAN_FORMAT, PLAN_VERSION
 
 SIDES = ("support", "query")
+RANDOM = (
+    "the algorithm draws random numbers while it computes (dropout, or simulated noise), which a device cannot: train "
+    "a model without dropout; with `secure`, set simulated_noise=False"
+)
 Prepare = Callable[[Any], Batch]  # of numpy or JAX arrays
 ROW_FIELDS = ("rows", "num_rows", "slots", "support_slots")
 
@@ -82,7 +87,7 @@ class UpdateGraph:
 
     Inputs are `message/PATH`, `key` (the two words of the client's key, as int32), the examples as
     `fedrecon_device.training.pack_examples` packs them, and `state/PATH`. Outputs are what a client adds to the sum: of
-    tables, the ids and values of rows; then `state/PATH`. Nothing random is left to the graph but where local
+    tables, the ids and values of rows; then `new_state/PATH`. Nothing random is left to the graph but where local
     parameters start, which it draws from `key` as the simulator does.
     """
 
@@ -136,17 +141,28 @@ class UpdateGraph:
         algorithm = self._algorithm
         message = unflatten(self._structure, _under("message/", named))
         client_state = unflatten(self._state, {path: leaf[None] for path, leaf in _under("state/", named).items()})
-        start = algorithm.model.init_local(named["key"].astype(jnp.uint32))
-        fixed = algorithm.define(algorithm.model._replace(init_local=lambda key: start))
-        cohort = self._cohort(named)
-        key = jax.random.wrap_key_data(named["round_key"])
+        cohort, key = self._cohort(named), jax.random.wrap_key_data(named["round_key"])
         with plain_layers():
-            upload, client_state = fixed.client(message.method, client_state, cohort, key)
+            upload, client_state = self._started(named["key"]).client(message.method, client_state, cohort, key)
             summand = encode(algorithm, message, upload, key[None])
         outputs = self._laid_out(summand)
-        outputs |= {f"state/{path}": leaf[0] for path, leaf in flatten(client_state)[0].items()}
+        outputs |= {f"new_state/{path}": leaf[0] for path, leaf in flatten(client_state)[0].items()}
         self.outputs = list(outputs)
         return list(outputs.values())
+
+    def _started(self, key: Array) -> Method:
+        """Return the method with local parameters that start as a client's key says, whatever keys it is given."""
+        model = self._algorithm.model
+        start = model.init_local(key.astype(jnp.uint32))
+        return self._algorithm.define(model._replace(init_local=lambda key: start))
+
+    def _first_state(self, named: Mapping[str, Any]) -> list[Any]:
+        """Return what a client keeps before its first round."""
+        init_client = self._started(named["key"]).init_client
+        assert init_client is not None
+        params = unflatten(self._params, _under("global/", named))
+        first = init_client(params, jax.random.wrap_key_data(named["round_key"])[None])
+        return [leaf[0] for leaf in flatten(first)[0].values()]
 
     def _cohort(self, named: Mapping[str, Any]) -> Cohort:
         """Return a cohort of one client."""
@@ -193,18 +209,25 @@ class UpdateGraph:
         Raises:
           ExportError: it draws random numbers besides the start, or an operation has no translation.
         """
-        refused = {
-            "round_key": "the algorithm draws random numbers while it computes (dropout, or simulated noise), which a "
-            "device cannot: train a model without dropout; with `secure`, set simulated_noise=False"
-        }
-        return to_onnx(self.run, self.inputs, self.outputs, refused=refused)
+        return to_onnx(self.run, self.inputs, self.outputs, refused={"round_key": RANDOM})
 
-    def plan(self, terms: DevicePlan, graph: OnnxGraph) -> dict[str, Any]:
+    def state_graph(self) -> OnnxGraph | None:
+        """Translate where a client's state starts, from `global/PATH` and `key`; None if clients keep nothing."""
+        names = [name for name in self.inputs if name.startswith("state/")]
+        if not names:
+            return None
+        params, self._params = flatten(shapes_of(self._algorithm.model.init_global))
+        inputs = {f"global/{path}": leaf for path, leaf in params.items()}
+        inputs |= {name: self.inputs[name] for name in ("key", "round_key")}
+        return to_onnx(self._first_state, inputs, names, refused={"round_key": RANDOM})
+
+    def plan(self, terms: DevicePlan, graph: OnnxGraph, seed: int) -> dict[str, Any]:
         """Return the content of plan.json.
 
         Args:
           terms: what devices agree to.
           graph: this, translated.
+          seed: from which clients draw where their state starts.
         """
         (length, dtype), algorithm = self.vector, self._algorithm
         read = {end["name"].partition("/")[2] for end in graph.inputs if end["name"].startswith(SIDES)}
@@ -228,6 +251,7 @@ class UpdateGraph:
                 for name, x in self.inputs.items()
                 if name.startswith("state/")
             },
+            "state_key": [0, seed],
             "vector": {"length": length, "dtype": str(dtype), "layout": self.layout},
             "sum": {
                 "protocol": _protocol(algorithm),
@@ -257,19 +281,29 @@ class UpdateGraph:
             key = round_key(seed, number)
             columns = {feature: column[-self._most :] for feature, column in columns.items()}
             prepared = {feature: np.asarray(column) for feature, column in self._prepare(columns).items()}
-            total = client_total(algorithm, message, prepared, key, client=name, lengths=self.lengths).total
-            vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(total)])
+            result = client_total(
+                algorithm, message, prepared, key, self._states(params, name, seed), client=name, lengths=self.lengths
+            )
+            vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(result.total)])
             cases.append(
                 {
                     "name": name,
                     "round_key": words_of(key).tolist(),
                     "examples": plain(columns),
                     "vector": promised(vector),
+                    "state": {path: promised(leaf[0]) for path, leaf in flatten(result.client_state)[0].items()},
                 }
             )
         leaves = {f"message/{path}": np.asarray(leaf) for path, leaf in flatten(message)[0].items()}
         tables = flatten(params)[0]
         return {"message": {name: _referred(name, leaf, tables) for name, leaf in leaves.items()}, "cases": cases}
+
+    def _states(self, params: Params, name: str, seed: int) -> Any:
+        """Return what a client keeps before its first round; None if it keeps nothing."""
+        init_client = self._algorithm.method.init_client
+        if init_client is None:
+            return None
+        return init_client(params, client_keys(jax.random.key(seed), as_clients({}, name).identities()))
 
 
 def _recipe(aggregator: Aggregator) -> Any:

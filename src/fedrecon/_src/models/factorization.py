@@ -109,7 +109,7 @@ def matrix_factorization(
 
 
 def _uniform(key: Array, shape: tuple[int, ...], scale: float) -> Array:
-    return jax.random.uniform(key, shape, minval=-scale, maxval=scale)
+    return jax.random.uniform(key, shape, minval=-scale, maxval=scale) if scale else jnp.zeros(shape)
 
 
 def _squared_error(predictions: Array, batch: Batch) -> Weighted:
