@@ -170,10 +170,11 @@ function isMetered() {
   return Boolean(connection?.saveData || connection?.type === "cellular");
 }
 
-/** @returns {Promise<void>} */
+/** @returns {Promise<void>} when the page has nothing to do; a page that is never idle waits no longer than a minute */
 function idle() {
   return new Promise((resolve) => {
-    if ("requestIdleCallback" in globalThis) requestIdleCallback(() => resolve());
-    else setTimeout(resolve, 2000);
+    if (!("requestIdleCallback" in globalThis)) return void setTimeout(resolve, 2000);
+    requestAnimationFrame(() => undefined); // some browsers look for idle time only after a frame
+    requestIdleCallback(() => resolve(), { timeout: 60_000 });
   });
 }

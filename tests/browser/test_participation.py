@@ -1,0 +1,227 @@
+"""People who take part in training from their browsers: each in a context of its own, with a real coordinator and helper."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deployed_devices import (
+    LEAST,
+    ROUNDS,
+    RUNTIME,
+    SECRET,
+    assert_equal,
+    coordinating,
+    make_bundle,
+    page_server,
+    ratings_of,
+    simulate,
+)
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+if CHROMIUM is None or not RUNTIME.is_dir():
+    pytest.skip("needs Chromium and the packages of make test-web", allow_module_level=True)
+AXE, PICTURES = os.environ.get("FEDRECON_AXE", ""), os.environ.get("FEDRECON_SCREENSHOTS")
+FIRST_ID = 1000  # of the films
+ENTRY = "fedrecon:/web/"
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    return make_bundle(tmp_path_factory.mktemp("train") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def person(browser):
+    """Open the page as another person: `person(address, examples, **options)`."""
+    contexts = []
+
+    def open_page(address, columns=None, width=1180, before="", **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        if columns is not None:
+            pairs = zip(columns["item"].tolist(), columns["rating"].tolist(), strict=True)
+            entry = json.dumps({"version": 1, "examples": [[FIRST_ID + item, rating] for item, rating in pairs]})
+            context.add_init_script(f"localStorage.getItem({ENTRY!r}) ?? localStorage.setItem({ENTRY!r}, {entry!r})")
+        if before:
+            context.add_init_script(before)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.problems = []
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
+        page.goto(address)
+        until(page, "document.documentElement.dataset.ready === 'yes'")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def until(page, condition, seconds=60):
+    """Wait; `wait_for_function` is not allowed by the page's policy."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, f"never: {condition}; {page.problems}; {page.inner_text('#sharing')}"
+        page.wait_for_timeout(50)
+
+
+def kept(page):
+    return json.loads(page.evaluate(f"localStorage.getItem({ENTRY!r})"))
+
+
+def test_three_browsers_train_as_the_simulator_does(bundled, person, tmp_path):
+    bundle, start = bundled
+    people = [ratings_of(k) for k in range(LEAST)]
+    with coordinating(bundle, start, tmp_path) as (server, results):
+        with page_server().PageServer(bundle, server, SECRET) as site:
+            pages = [person(site.address, columns) for columns in people]
+            for page in pages:
+                assert not page.is_checked("#share")  # off until somebody turns it on
+                page.check("#share")
+            for page in pages:
+                until(page, f"document.querySelectorAll('#sent li').length === {ROUNDS}")
+                until(
+                    page,
+                    "![...document.querySelectorAll('#sent li')].some((li) => !li.textContent.includes('received'))",
+                )
+        names = [kept(page)["participation"]["name"] for page in pages]
+    assert_equal(results[0].params, simulate(bundle, start, dict(zip(names, people, strict=True))))
+    assert pages[0].inner_text("#sent li:first-child").count("·") == 4
+    assert [page.problems for page in pages] == [[], [], []]
+
+
+def test_the_switch_says_what_is_sent_and_off_keeps_nothing_but_the_ratings(bundled, person, tmp_path):
+    bundle, start = bundled
+    with coordinating(bundle, start, tmp_path, reports=4) as (server, results):
+        with page_server().PageServer(bundle, server, SECRET) as site:
+            page = person(site.address, ratings_of(2))
+            requests = []
+            page.context.on("request", lambda request: requests.append(request.url))
+            what = page.inner_text("#share-what")
+            assert what.count(". ") == 1
+            for words in (
+                "at most 50 times a day",
+                "localhost",
+                "13 kB",
+                "never what you entered",
+                "at least 3 devices",
+            ):
+                assert words in what
+            assert "this page sends nothing" in page.inner_text("#kept")
+            assert requests == []
+            page.check("#share")
+            until(page, "document.querySelectorAll('#sent li').length === 1")
+            assert "this page sends nothing" not in page.inner_text("#kept")
+            page.uncheck("#share")
+            assert page.locator("#sent li").count() == 0
+            assert set(kept(page)) == {"version", "examples"}
+            assert len(kept(page)["examples"]) == 10
+            requests.clear()
+            page.wait_for_timeout(1500)
+            assert requests == []
+            page.check("#share")
+            page.click("#forget")
+            page.click("#really .danger")
+            until(page, "document.getElementById('kept-what').textContent === 'nothing'")
+            assert not page.is_checked("#share")
+            assert page.evaluate("localStorage.length") == 0
+            others = [person(site.address, ratings_of(k)) for k in (3, 4, 5, 6)]
+            for other in others:
+                other.check("#share")
+            deadline = time.monotonic() + 60
+            while not results and time.monotonic() < deadline:
+                others[0].wait_for_timeout(100)
+    assert [record["answered"] for record in results[0].history] == [4, 4]
+
+
+@pytest.mark.parametrize("connection", ["{saveData: true}", "{type: 'cellular'}"])
+def test_nothing_is_sent_on_a_metered_connection(bundled, person, connection):
+    with page_server().PageServer(bundled[0], "http://127.0.0.1:9", SECRET) as site:
+        metered = f"Object.defineProperty(navigator, 'connection', {{value: {connection}}})"
+        page = person(site.address, ratings_of(1), before=metered)
+        requests = []
+        page.context.on("request", lambda request: requests.append(request.url))
+        page.check("#share")
+        until(page, "document.getElementById('share-state').textContent.includes('not metered')")
+        page.wait_for_timeout(300)
+        assert [url for url in requests if "background" not in url and "/web/" not in url] == []
+
+
+def test_a_coordinator_that_is_gone_is_no_obstacle_to_using_the_page(bundled, person):
+    with page_server().PageServer(bundled[0], "http://127.0.0.1:9", SECRET) as site:
+        page = person(site.address, ratings_of(1))
+        page.check("#share")
+        until(page, "document.getElementById('share-state').textContent.includes('Trying again later')")
+        assert page.locator("#best li").count() == 10
+        assert kept(page)["participation"]["reports"] == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1180, "light"), (360, "dark")])
+def test_the_switch_is_accessible_and_fits_a_phone(bundled, person, width, scheme):
+    sent = {"time": 1_790_000_000, "run": "r", "round": 7, "bytes": 979_257, "status": "sent"}
+    sent["protected"] = "masked for two servers: they learn sums of 3 or more"
+    record = json.dumps(
+        {"name": "n", "reports": [sent, sent | {"round": 8, "status": "too late"}], "plan": None, "state": {}}
+    )
+    with page_server().PageServer(bundled[0], "http://127.0.0.1:9", SECRET) as site:
+        page = person(site.address, ratings_of(1), width, color_scheme=scheme, bypass_csp=True)
+        page.evaluate(
+            """([key, record]) => {
+              const entry = {...JSON.parse(localStorage.getItem(key)), participation: JSON.parse(record)};
+              localStorage.setItem(key, JSON.stringify(entry));
+            }""",
+            [ENTRY, record],
+        )
+        page.reload()
+        until(page, "document.querySelectorAll('#sent li').length === 2")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        box = page.locator("#share").bounding_box()
+        assert min(box["width"], box["height"]) >= 24  # the least size of a target, WCAG 2.2
+        if PICTURES:
+            page.locator("#sharing").screenshot(path=f"{PICTURES}/sharing-{width}.png")
+        page.focus("#share")
+        page.keyboard.press("Space")
+        assert page.locator("#sent li").count() == 0
+        page.keyboard.press("Space")
+        if Path(AXE).is_file():
+            page.add_script_tag(path=AXE)
+            found = page.evaluate("axe.run().then((found) => found.violations)")
+            assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+
+
+def test_training_leaves_the_page_responsive(bundled, person, tmp_path):
+    """While the worker loads the runtime and trains, no frame of the page takes as long as loading does."""
+    bundle, start = bundled
+    with coordinating(bundle, start, tmp_path) as (server, _):
+        with page_server().PageServer(bundle, server, SECRET) as site:
+            pages = [person(site.address, ratings_of(k)) for k in range(LEAST)]
+            for page in pages:
+                page.evaluate(
+                    """() => {
+                      window.longest = 0;
+                      new PerformanceObserver((list) => {
+                        for (const entry of list.getEntries()) window.longest = Math.max(window.longest, entry.duration);
+                      }).observe({type: "longtask"});
+                    }"""
+                )
+                page.check("#share")
+            for page in pages:
+                until(page, f"document.querySelectorAll('#sent li').length === {ROUNDS}")
+            assert np.median([page.evaluate("window.longest") for page in pages]) < 500  # ms, on a busy machine

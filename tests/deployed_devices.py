@@ -1,0 +1,141 @@
+"""A coordinator and a helper on loopback for devices of any kind, and the simulation of the same training."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import threading
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+import fedrecon as fr
+from device_models import default_model
+from fedrecon._src.algorithms.algorithm import with_params
+from fedrecon._src.deploy.devices import DeviceApi, DevicePace, Start, read_device_plan, serve_devices
+from fedrecon._src.deploy.helper_server import HelperApi
+from fedrecon._src.deploy.http_client import Connection
+from fedrecon._src.deploy.http_server import run_service
+from fedrecon._src.deploy.node_keys import Verifier, public_bytes
+from fedrecon._src.device.model_bundle import _ratings_parts
+from fedrecon._src.device.web_page import page_files
+from fedrecon._src.privacy.secure_sum.two_servers import Helper, read_sum_plan
+from fedrecon._src.recommend.tasks import build_algorithm
+from fedrecon.deploy import issue_token
+
+ROOT = Path(__file__).parent.parent
+WEB, SCRIPTS = ROOT / "tests" / "web", ROOT / "src-device" / "fedrecon_device" / "web"
+RUNTIME = WEB / "node_modules" / "onnxruntime-web" / "dist"
+SECRET, HELPER, COORDINATOR = bytes(range(32)), X25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+LEAST, ROUNDS, SEED, MOST = 3, 2, 5, 50
+
+
+def make_bundle(folder):
+    """Write a bundle of made-up films that trains over two servers, with its page; return it and how training starts."""
+    saved = default_model(low=0.5, high=5.0)
+    aggregate = fr.aggregators.secure(5.0, clients=100, max_weight=100.0, protocol="two-servers", bits=24)
+    algorithm = build_algorithm(saved.config, saved.algorithm.model, ROUNDS, aggregate)
+    legend, like = _ratings_parts(saved, MOST, None)
+    helper = HELPER.public_key().public_bytes_raw().hex()
+    bundle = fr.device.bundle(
+        algorithm,
+        saved.params,
+        folder,
+        like=like,
+        most=MOST,
+        legend=legend._replace(page=partial(page_files, vendor=RUNTIME)),
+        train=fr.device.DevicePlan(rounds=ROUNDS, least=LEAST, helper=helper, reports_per_day=50),
+    )
+    return bundle, Start(algorithm, saved.params, lambda folder, params: None)
+
+
+@contextlib.contextmanager
+def coordinating(bundle, start, folder, reports=LEAST):
+    """Train over devices; yields the coordinator's address and a list that gets its result, or what it raised."""
+    plan, results = read_device_plan(bundle), []
+    api = DeviceApi(plan, SECRET, retry=0.2)
+    helper = Helper(read_sum_plan(bundle), HELPER, folder / "helper")
+    verifier = Verifier({public_bytes(COORDINATOR): "coordinator"})
+    pace = DevicePace(reports, 60, 60, 0.2)
+
+    def train(connection):
+        try:
+            results.append(serve_devices(api, start, fr.RunFolder(folder / "run"), connection, pace, seed=SEED))
+        except Exception as error:
+            results.append(error)
+
+    with contextlib.ExitStack() as stack:
+        (folder / "helper").mkdir(parents=True)
+        port = stack.enter_context(run_service(HelperApi(helper, verifier), ("127.0.0.1", 0), None))
+        connection = Connection(f"http://127.0.0.1:{port}", COORDINATOR, None)
+        stack.callback(connection.close)
+        port = stack.enter_context(run_service(api, ("127.0.0.1", 0), None))
+        thread = threading.Thread(target=train, args=[connection])
+        thread.start()
+        stack.callback(thread.join, 90)
+        yield f"http://127.0.0.1:{port}/", results
+
+
+def ratings_of(number, items=400):
+    """Return made-up ratings of one person."""
+    draw = np.random.default_rng(number)
+    size = 4 + 3 * number
+    return {
+        "item": draw.permutation(items)[:size].astype(np.int32),
+        "rating": draw.integers(1, 6, size) * np.float32(1),
+    }
+
+
+def simulate(bundle, start, people):
+    """Return the parameters after the rounds of a plan in which everybody takes part, by the simulator."""
+    examples = json.loads((bundle / "plan.json").read_text())["examples"]
+    lengths, algorithm = fr.kit.Lengths(examples["support"], examples["query"]), start.algorithm
+    state = with_params(algorithm.init(fr.kit.run_keys(SEED).init), start.params)
+    columns = {name: np.concatenate([person[name] for person in people.values()]) for name in ("item", "rating")}
+    owners = np.repeat(list(people), [len(person["item"]) for person in people.values()])
+    clients = fr.Clients.from_columns(columns, client=owners)
+    for number in range(ROUNDS):
+        key = fr.kit.round_key(SEED, number)
+        total = fr.kit.client_total(algorithm, algorithm.message(state), clients, key, lengths=lengths).total
+        state = fr.kit.server_update(algorithm, state, [total], key)
+    return algorithm.params(state)
+
+
+def assert_equal(params, expected):
+    """Compare parameters to the bit."""
+    for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+
+
+def run_node(bundle, server, people, folder, authority=None):
+    """Run devices in a process of node until the coordinator refuses or ends them; returns the process."""
+    devices = []
+    for name, columns in people.items():
+        store = folder / f"{name}.json"
+        store.write_text(json.dumps({"name": name, "reports": [], "plan": None, "state": {}}))
+        lists = {feature: column.tolist() for feature, column in columns.items()}
+        device = {"store": str(store), "token": issue_token(SECRET, name), "columns": lists, "rounds": ROUNDS}
+        devices.append(device)
+    settings = {"bundle": str(bundle), "scripts": str(SCRIPTS), "runtime": str(RUNTIME), "server": server}
+    environment = os.environ | ({"NODE_EXTRA_CA_CERTS": str(authority)} if authority else {})
+    return subprocess.run(
+        ["node", str(ROOT / "examples" / "devices" / "devices.mjs")],
+        input=json.dumps(settings | {"devices": devices}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+
+
+def page_server():
+    """Return the module of the demo that puts a page and its coordinator under one address."""
+    spec = importlib.util.spec_from_file_location("page_server", ROOT / "examples" / "devices" / "page_server.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
