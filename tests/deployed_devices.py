@@ -36,7 +36,7 @@ LEAST, ROUNDS, SEED, MOST = 3, 2, 5, 50
 
 
 def make_bundle(folder):
-    """Write a bundle of made-up films that trains over two servers, with its page; return it and how training starts."""
+    """Write a bundle that trains over two servers, with its page; return it and what training starts with."""
     saved = default_model(low=0.5, high=5.0)
     aggregate = fr.aggregators.secure(5.0, clients=100, max_weight=100.0, protocol="two-servers", bits=24)
     algorithm = build_algorithm(saved.config, saved.algorithm.model, ROUNDS, aggregate)

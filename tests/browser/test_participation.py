@@ -1,4 +1,4 @@
-"""People who take part in training from their browsers: each in a context of its own, with a real coordinator and helper."""
+"""People who take part in training from their browsers, each in a context of its own; coordinator and helper are real."""
 
 import json
 import os
@@ -217,7 +217,7 @@ def test_training_leaves_the_page_responsive(bundled, person, tmp_path):
                     """() => {
                       window.longest = 0;
                       new PerformanceObserver((list) => {
-                        for (const entry of list.getEntries()) window.longest = Math.max(window.longest, entry.duration);
+                        window.longest = Math.max(window.longest, ...list.getEntries().map((entry) => entry.duration));
                       }).observe({type: "longtask"});
                     }"""
                 )
