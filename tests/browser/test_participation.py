@@ -1,4 +1,4 @@
-"""People who take part in training from their browsers, each in a context of its own; coordinator and helper are real."""
+"""People who take part in training from their browsers, each in a context of its own, with real servers."""
 
 import json
 import os
@@ -89,18 +89,20 @@ def kept(page):
 def test_three_browsers_train_as_the_simulator_does(bundled, person, tmp_path):
     bundle, start = bundled
     people = [ratings_of(k) for k in range(LEAST)]
-    with coordinating(bundle, start, tmp_path) as (server, results):
-        with page_server().PageServer(bundle, server, SECRET) as site:
-            pages = [person(site.address, columns) for columns in people]
-            for page in pages:
-                assert not page.is_checked("#share")  # off until somebody turns it on
-                page.check("#share")
-            for page in pages:
-                until(page, f"document.querySelectorAll('#sent li').length === {ROUNDS}")
-                until(
-                    page,
-                    "![...document.querySelectorAll('#sent li')].some((li) => !li.textContent.includes('received'))",
-                )
+    with (
+        coordinating(bundle, start, tmp_path) as (server, results),
+        page_server().PageServer(bundle, server, SECRET) as site,
+    ):
+        pages = [person(site.address, columns) for columns in people]
+        for page in pages:
+            assert not page.is_checked("#share")  # off until somebody turns it on
+            page.check("#share")
+        for page in pages:
+            until(page, f"document.querySelectorAll('#sent li').length === {ROUNDS}")
+            until(
+                page,
+                "![...document.querySelectorAll('#sent li')].some((li) => !li.textContent.includes('received'))",
+            )
         names = [kept(page)["participation"]["name"] for page in pages]
     assert_equal(results[0].params, simulate(bundle, start, dict(zip(names, people, strict=True))))
     assert pages[0].inner_text("#sent li:first-child").count("·") == 4
@@ -109,45 +111,47 @@ def test_three_browsers_train_as_the_simulator_does(bundled, person, tmp_path):
 
 def test_the_switch_says_what_is_sent_and_off_keeps_nothing_but_the_ratings(bundled, person, tmp_path):
     bundle, start = bundled
-    with coordinating(bundle, start, tmp_path, reports=4) as (server, results):
-        with page_server().PageServer(bundle, server, SECRET) as site:
-            page = person(site.address, ratings_of(2))
-            requests = []
-            page.context.on("request", lambda request: requests.append(request.url))
-            what = page.inner_text("#share-what")
-            assert what.count(". ") == 1
-            for words in (
-                "at most 50 times a day",
-                "localhost",
-                "13 kB",
-                "never what you entered",
-                "at least 3 devices",
-            ):
-                assert words in what
-            assert "this page sends nothing" in page.inner_text("#kept")
-            assert requests == []
-            page.check("#share")
-            until(page, "document.querySelectorAll('#sent li').length === 1")
-            assert "this page sends nothing" not in page.inner_text("#kept")
-            page.uncheck("#share")
-            assert page.locator("#sent li").count() == 0
-            assert set(kept(page)) == {"version", "examples"}
-            assert len(kept(page)["examples"]) == 10
-            requests.clear()
-            page.wait_for_timeout(1500)
-            assert requests == []
-            page.check("#share")
-            page.click("#forget")
-            page.click("#really .danger")
-            until(page, "document.getElementById('kept-what').textContent === 'nothing'")
-            assert not page.is_checked("#share")
-            assert page.evaluate("localStorage.length") == 0
-            others = [person(site.address, ratings_of(k)) for k in (3, 4, 5, 6)]
-            for other in others:
-                other.check("#share")
-            deadline = time.monotonic() + 60
-            while not results and time.monotonic() < deadline:
-                others[0].wait_for_timeout(100)
+    with (
+        coordinating(bundle, start, tmp_path, reports=4) as (server, results),
+        page_server().PageServer(bundle, server, SECRET) as site,
+    ):
+        page = person(site.address, ratings_of(2))
+        requests = []
+        page.context.on("request", lambda request: requests.append(request.url))
+        what = page.inner_text("#share-what")
+        assert what.count(". ") == 1
+        for words in (
+            "at most 50 times a day",
+            "localhost",
+            "13 kB",
+            "never what you entered",
+            "at least 3 devices",
+        ):
+            assert words in what
+        assert "this page sends nothing" in page.inner_text("#kept")
+        assert requests == []
+        page.check("#share")
+        until(page, "document.querySelectorAll('#sent li').length === 1")
+        assert "this page sends nothing" not in page.inner_text("#kept")
+        page.uncheck("#share")
+        assert page.locator("#sent li").count() == 0
+        assert set(kept(page)) == {"version", "examples"}
+        assert len(kept(page)["examples"]) == 10
+        requests.clear()
+        page.wait_for_timeout(1500)
+        assert requests == []
+        page.check("#share")
+        page.click("#forget")
+        page.click("#really .danger")
+        until(page, "document.getElementById('kept-what').textContent === 'nothing'")
+        assert not page.is_checked("#share")
+        assert page.evaluate("localStorage.length") == 0
+        others = [person(site.address, ratings_of(k)) for k in (3, 4, 5, 6)]
+        for other in others:
+            other.check("#share")
+        deadline = time.monotonic() + 60
+        while not results and time.monotonic() < deadline:
+            others[0].wait_for_timeout(100)
     assert [record["answered"] for record in results[0].history] == [4, 4]
 
 
@@ -209,19 +213,21 @@ def test_the_switch_is_accessible_and_fits_a_phone(bundled, person, width, schem
 def test_training_leaves_the_page_responsive(bundled, person, tmp_path):
     """While the worker loads the runtime and trains, no frame of the page takes as long as loading does."""
     bundle, start = bundled
-    with coordinating(bundle, start, tmp_path) as (server, _):
-        with page_server().PageServer(bundle, server, SECRET) as site:
-            pages = [person(site.address, ratings_of(k)) for k in range(LEAST)]
-            for page in pages:
-                page.evaluate(
-                    """() => {
-                      window.longest = 0;
-                      new PerformanceObserver((list) => {
-                        window.longest = Math.max(window.longest, ...list.getEntries().map((entry) => entry.duration));
-                      }).observe({type: "longtask"});
-                    }"""
-                )
-                page.check("#share")
-            for page in pages:
-                until(page, f"document.querySelectorAll('#sent li').length === {ROUNDS}")
-            assert np.median([page.evaluate("window.longest") for page in pages]) < 500  # ms, on a busy machine
+    with (
+        coordinating(bundle, start, tmp_path) as (server, _),
+        page_server().PageServer(bundle, server, SECRET) as site,
+    ):
+        pages = [person(site.address, ratings_of(k)) for k in range(LEAST)]
+        for page in pages:
+            page.evaluate(
+                """() => {
+                  window.longest = 0;
+                  new PerformanceObserver((list) => {
+                    window.longest = Math.max(window.longest, ...list.getEntries().map((entry) => entry.duration));
+                  }).observe({type: "longtask"});
+                }"""
+            )
+            page.check("#share")
+        for page in pages:
+            until(page, f"document.querySelectorAll('#sent li').length === {ROUNDS}")
+        assert np.median([page.evaluate("window.longest") for page in pages]) < 500  # ms, on a busy machine

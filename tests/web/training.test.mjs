@@ -37,7 +37,7 @@ const columnsOf = (person, plan) =>
   );
 
 test("examples are split, padded and their rows numbered as a packer does", () => {
-  for (const { plan, round, name, columns, inputs } of vectors.device_inputs ?? vectors.packed) {
+  for (const { plan, round, name, columns, inputs } of vectors.device_inputs) {
     const packed = packExamples(plan, columnsOf(columns, plan), round, name);
     assert.deepEqual([...packed.keys()].sort(), Object.keys(inputs).sort());
     for (const [input, { data }] of packed) assert.deepEqual(Array.from(data), [inputs[input]].flat(Infinity), input);
@@ -45,7 +45,7 @@ test("examples are split, padded and their rows numbered as a packer does", () =
 });
 
 test("ids that a table does not have are refused", () => {
-  const { plan, round } = (vectors.device_inputs ?? vectors.packed)[0];
+  const { plan, round } = vectors.device_inputs[0];
   const person = columnsOf({ item: [1, 40], pair: [[0, 0], [0, 0]], rating: [1, 2], time: [0, 0] }, plan);
   assert.throws(() => packExamples(plan, person, round, "x"), /rows 0 to 39/);
 });

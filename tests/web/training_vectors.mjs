@@ -4,7 +4,6 @@ import { join } from "node:path";
 import * as ort from "onnxruntime-web";
 
 import { openManifest } from "../../src-device/fedrecon_device/web/bundle.js";
-import { loadGraphs } from "../../src-device/fedrecon_device/web/onnx.js";
 import { Trainer, readPlan } from "../../src-device/fedrecon_device/web/training.js";
 
 ort.env.logLevel = "error";
@@ -15,7 +14,7 @@ const read = async (/** @type {string} */ name) => {
 const bundle = await openManifest(read);
 await bundle.load();
 const plan = readPlan(new TextDecoder().decode(await bundle.read("plan.json")));
-const trainer = new Trainer(plan, (await loadGraphs(bundle, ["update"], ort))[0]);
+const trainer = await Trainer.open(bundle, plan, ort);
 const { message: sent, cases } = await bundle.json("training_vectors.json");
 const message = new Map(
   Object.entries(sent).map(([name, { table, values, shape }]) => [

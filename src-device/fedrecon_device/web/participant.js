@@ -2,7 +2,6 @@
 // @ts-check
 
 import { digestOf, openManifest, readMetadata, readTensors, toHex, underPrefix } from "./bundle.js";
-import { loadGraphs } from "./onnx.js";
 import { addNoise, sealReport } from "./sealing.js";
 import { Trainer, readPlan } from "./training.js";
 
@@ -67,8 +66,7 @@ export class Participant {
     const bundle = await openManifest(read);
     const file = await bundle.read("plan.json");
     const plan = readPlan(new TextDecoder().decode(file));
-    const load = async () => new Trainer(plan, (await loadGraphs(bundle, ["update"], runtime))[0]);
-    return new Participant(plan, await digestOf(file), load, options);
+    return new Participant(plan, await digestOf(file), () => Trainer.open(bundle, plan, runtime), options);
   }
 
   /**
@@ -140,11 +138,11 @@ export class Participant {
   /**
    * Return what the method kept on this device in the last round of this plan.
    * @param {ParticipantRecord} record
-   * @returns {Map<string, import("./bundle.js").Tensor>}
+   * @returns {Map<string, import("./bundle.js").Tensor> | null} null before the first
    */
   stateOf(record) {
-    const leaves = record.plan === this.digest ? Object.entries(record.state) : [];
-    return new Map(leaves.map(([path, { shape, data }]) => [path, { shape, data: Float32Array.from(data) }]));
+    if (record.plan !== this.digest) return null;
+    return new Map(Object.entries(record.state).map(([path, { shape, data }]) => [path, { shape, data: Float32Array.from(data) }]));
   }
 
   /**

@@ -2,10 +2,13 @@
 // @ts-check
 
 import { clientKey, redrawnOrder } from "./keys.js";
+import { loadGraphs } from "./onnx.js";
 
 /**
  * @typedef {import("./bundle.js").Tensor} Tensor
  * @typedef {import("./keys.js").Key} Key
+ * @typedef {import("./onnx.js").Graph} Graph
+ * @typedef {import("./onnx.js").Input} Input
  * @typedef {Int32Array | Float32Array} Values
  * @typedef {Record<string, Values>} Columns all examples of a person, oldest first, one array for each feature
  * @typedef {{dtype: string, shape: number[]}} Type
@@ -26,6 +29,7 @@ import { clientKey, redrawnOrder } from "./keys.js";
  * @property {Split} split
  * @property {Record<string, Rows>} rows
  * @property {Record<string, Type>} state
+ * @property {Key} state_key
  * @property {{length: number, dtype: string, layout: Part[]}} vector
  * @property {{protocol: "open" | "two-servers", bits: number, helper: string | null, least: number}} sum
  * @property {{variance: number} | null} noise
@@ -67,7 +71,7 @@ function orderOf(split, columns, size, key, name) {
  * @param {Columns} columns
  * @param {Key} key of the round
  * @param {string} name of the client
- * @returns {Map<string, import("./onnx.js").Input>}
+ * @returns {Map<string, Input>}
  */
 export function packExamples(plan, columns, key, name) {
   const { columns: types, most } = plan.examples;
@@ -76,7 +80,7 @@ export function packExamples(plan, columns, key, name) {
   const given = columns[first].length / wide(first), size = Math.min(given, most);
   const newest = Object.fromEntries(Object.keys(types).map((f) => [f, columns[f].slice((given - size) * wide(f))]));
   const order = orderOf(plan.split, newest, size, key, name);
-  /** @type {Map<string, import("./onnx.js").Input>} */
+  /** @type {Map<string, Input>} */
   const inputs = new Map();
   /** @type {Record<string, number[]>} the examples of each side */
   const sides = {};
@@ -115,7 +119,7 @@ function gather(values, examples, width, room) {
  * @param {Rows} rows
  * @param {Columns} columns
  * @param {Record<string, number[]>} sides
- * @param {Map<string, import("./onnx.js").Input>} inputs where the lists go
+ * @param {Map<string, Input>} inputs where the lists go
  */
 function listRows(plan, group, { features, table, capacity, support }, columns, sides, inputs) {
   /** @type {Map<number, number>} */
@@ -177,10 +181,27 @@ export function layOut({ vector: { length, dtype, layout } }, outputs) {
 
 /** Runs the client's part of rounds. */
 export class Trainer {
-  /** @param {Plan} plan @param {import("./onnx.js").Graph} graph */
-  constructor(plan, graph) {
+  /**
+   * @param {Plan} plan
+   * @param {Graph} graph
+   * @param {(name: string) => Promise<Map<string, Tensor>>} [firstState] what the method keeps before the first round
+   */
+  constructor(plan, graph, firstState = async () => new Map()) {
     this.plan = plan;
     this.graph = graph;
+    this.firstState = firstState;
+  }
+
+  /**
+   * Load the graphs of a plan.
+   * @param {import("./bundle.js").Bundle} bundle
+   * @param {Plan} plan
+   * @param {any} [runtime] the package onnxruntime-web, in node
+   */
+  static async open(bundle, plan, runtime) {
+    const keeps = Object.keys(plan.state).length > 0;
+    const [graph, first] = await loadGraphs(bundle, keeps ? ["update", "state"] : ["update"], runtime);
+    return new Trainer(plan, graph, keeps ? (name) => drawState(bundle, plan, first, name) : undefined);
   }
 
   /**
@@ -189,20 +210,36 @@ export class Trainer {
    * @param {Map<string, Tensor>} message what the server sent, by path
    * @param {Key} key of the round
    * @param {string} name of the client
-   * @param {Map<string, Tensor>} [state] what the method kept on this device in its last round
+   * @param {Map<string, Tensor> | null} [state] what the method kept on this device in its last round; null before the first
    * @returns {Promise<{vector: Uint32Array | Float32Array, state: Map<string, Tensor>}>}
    */
-  async update(columns, message, key, name, state = new Map()) {
+  async update(columns, message, key, name, state = null) {
     const inputs = packExamples(this.plan, columns, key, name);
-    const own = Int32Array.from(clientKey(key, name), (word) => word | 0);
-    inputs.set("key", { data: own, shape: [2] });
+    inputs.set("key", keyInput(clientKey(key, name)));
     for (const [path, tensor] of message) inputs.set(`message/${path}`, tensor);
-    for (const [path, { shape }] of Object.entries(this.plan.state)) {
-      const zeros = { data: new Float32Array(shape.reduce((product, n) => product * n, 1)), shape };
-      inputs.set(`state/${path}`, state.get(path) ?? zeros);
-    }
+    for (const [path, tensor] of state ?? (await this.firstState(name))) inputs.set(`state/${path}`, tensor);
     const outputs = await this.graph.run(inputs);
-    const next = Object.keys(this.plan.state).map((path) => [path, outputs.get(`state/${path}`)]);
+    const next = Object.keys(this.plan.state).map((path) => [path, outputs.get(`new_state/${path}`)]);
     return { vector: layOut(this.plan, outputs), state: new Map(/** @type {any} */ (next)) };
   }
+}
+
+/**
+ * Return what a method keeps on a device before its first round.
+ * @param {import("./bundle.js").Bundle} bundle
+ * @param {Plan} plan
+ * @param {Graph} graph
+ * @param {string} name
+ * @returns {Promise<Map<string, Tensor>>}
+ */
+async function drawState(bundle, plan, graph, name) {
+  await bundle.load();
+  const inputs = new Map([...bundle.tables].map(([path, table]) => [`global/${path}`, /** @type {Input} */ (table)]));
+  inputs.set("key", keyInput(clientKey(plan.state_key, name)));
+  return new Map([...(await graph.run(inputs))].map(([output, tensor]) => [output.replace("state/", ""), tensor]));
+}
+
+/** @param {Key} key @returns {Input} */
+function keyInput(key) {
+  return { data: Int32Array.from(key, (word) => word | 0), shape: [2] };
 }

@@ -59,7 +59,7 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
         n: manifest["files"][n]["sha256"] for n in read
     }
     version = digest_of(json.dumps(digests, sort_keys=True).encode())[:16]
-    offline = {*read, *contents} - {"web/sw.js", "update.onnx"}  # training needs the server anyway
+    offline = {*read, *contents} - {"web/sw.js", "update.onnx", "state.onnx"}  # training needs the server anyway
     if ranks:
         offline -= {f"web/vendor/{name}" for name in VENDORED}
     names = ", ".join(json.dumps(name) for name in sorted(offline))
@@ -79,7 +79,9 @@ def needs_onnx(manifest: Mapping[str, Any]) -> bool:
 
 def _files_read(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the files of the bundle that its page reads."""
-    return (FOR_ITEMS if manifest["task"] in ITEM_TASKS else FOR_TEXT) + (FOR_TRAINING if trains(manifest) else ())
+    keeps = ("state.onnx",) if "state.onnx" in manifest["files"] else ()
+    training = FOR_TRAINING + keeps if trains(manifest) else ()
+    return (FOR_ITEMS if manifest["task"] in ITEM_TASKS else FOR_TEXT) + training
 
 
 def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
