@@ -7,16 +7,19 @@ processes as the system counts them, from the first round that counts on.
 import argparse
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -150,82 +153,94 @@ def costs_of(looks):
     return found
 
 
-async def answered_per_cpu_second(app, requests, path, headers, body, after):
-    """Return how many requests one core answers in a second: prepared requests over one plain connection kept open.
+def answered_per_cpu_second(serving, requests, authority=None, after=lambda k: None):
+    """Return how many requests a core answers in a second, by the CPU seconds of the server's thread.
 
-    Client and server share the core, so that a server alone answers more.
+    Args:
+      serving: serves the application in a thread; yields the port.
+      requests: bytes, sent one after another over one plain connection.
+      authority: with a certificate, every request has a TLS connection of its own.
+      after: called after every request.
     """
-    import uvicorn
+    context = None if authority is None else ssl.create_default_context(cafile=authority)
+    with serving as port, contextlib.ExitStack() as stack:
+        thread = next(thread for thread in threading.enumerate() if thread.name == "fedrecon-http")
+        clock = time.pthread_getcpuclockid(thread.ident)
 
-    options = {"log_config": None, "access_log": False, "lifespan": "off", "http": "h11"}
-    server, port = uvicorn.Server(uvicorn.Config(app, port=free_port(), **options)), 0
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    prepared = [
-        f"{'PUT' if body else 'GET'} {path(k)} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n".encode()
-        + "".join(f"{name}: {value}\r\n" for name, value in headers(k).items()).encode()
-        + b"\r\n"
-        + body
-        for k in range(requests)
-    ]
-    began = time.process_time()
-    for k, request in enumerate(prepared):
-        writer.write(request)
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head[9:12] in (b"200", b"201", b"204"), head
-        after(k)
-    used = time.process_time() - began
-    writer.close()
-    server.should_exit = True
-    await serving
-    return requests / used
+        def connect():
+            connection = socket.create_connection(("127.0.0.1", port))
+            return connection if context is None else context.wrap_socket(connection, server_hostname="localhost")
+
+        kept = None if context else stack.enter_context(connect())
+        began = time.clock_gettime(clock)
+        for k, request in enumerate(requests):
+            with contextlib.nullcontext(kept) if kept else connect() as connection:
+                connection.sendall(request)
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += connection.recv(4096)
+            assert head[9:12] in (b"201", b"204"), head
+            after(k)
+        return len(requests) / (time.clock_gettime(clock) - began)
 
 
-def shares_of_an_empty_application(checkins=2000, reports=300, size=150_000):
-    """Return the rates of check-ins and reports as shares of those of an application that only answers."""
+def shares_of_an_empty_application(checkins=2000, reports=300, sizes=(150_000, 600_000)):
+    """Return the rates of check-ins and reports, and as shares of those of an application that only answers."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from starlette.applications import Starlette
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from fedrecon._src.deploy import node_keys
-    from fedrecon._src.deploy.http_server import Api, Limits
+    from fedrecon._src.deploy import certificates, node_keys
+    from fedrecon._src.deploy.http_server import Api, Limits, Tls, run_server, run_service
     from fedrecon._src.deploy.tasks import TaskBoard
 
     node_keys.REQUESTS_PER_SECOND = node_keys.BURST = 1e9
-    key, body = Ed25519PrivateKey.generate(), os.urandom(size)
-    digests = {False: hashlib.sha256(b"").hexdigest(), True: hashlib.sha256(body).hexdigest()}
-    board = TaskBoard()
+    key, board = Ed25519PrivateKey.generate(), TaskBoard()
     number = board.number_of(node_keys.public_bytes(key))
 
     class Nothing:
         content, digest = b"", ""
 
-    api = Api(Nothing, board, node_keys.Verifier(None), Limits(size))
-    names = [board.send(number, str(k).encode(), 3600) for k in range(reports)]
-    tickets = [board._ticket(name, 0, number) for name in names]
+    api = Api(Nothing, board, node_keys.Verifier(None), Limits(max(sizes)))
 
     async def read(request):
         await request.body()
         return Response(status_code=204)
 
     empty = Starlette(routes=[Route("/{path:path}", read, methods=["GET", "PUT"])])
-    shares = {}
-    for what, count, path, data, after in (  # the round loop takes a report as soon as it is there
-        ("reports", reports, lambda k: f"/v1/rounds/0/reports/{tickets[k]}", body, lambda k: board.poll([names[k]])),
-        ("check-ins", checkins, lambda k: "/v1/check-in", b"", lambda k: None),
-    ):
-        method = "PUT" if data else "GET"
-        digest, epoch = digests[bool(data)], api.verifier.epoch
-        signed = [node_keys.sign_request(key, method, path(k), digest, epoch) for k in range(count)]
-        rates = [
-            asyncio.run(answered_per_cpu_second(app, count, path, signed.__getitem__, data, after))
-            for app in (api.app, empty)
-        ]
-        shares[what] = {"per core and second": rates[0], "share of an empty application": rates[0] / rates[1]}
+
+    def prepare(method, path, data=b""):
+        digest = hashlib.sha256(data).hexdigest()
+        fields = {"Host": "a", "Content-Length": len(data)}
+        fields |= node_keys.sign_request(key, method, path, digest, api.verifier.epoch)
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data
+
+    def take(names, k):  # as the round loop does
+        if names:
+            board.poll([names[k]])
+
+    names, requests = {}, {}
+    for size in sizes:
+        what, data = f"reports of {size // 1000} kB", os.urandom(size)
+        names[what] = [board.send(number, f"{size} {k}".encode(), 3600) for k in range(reports)]
+        tickets = [board._ticket(name, 0, number) for name in names[what]]
+        requests[what] = [prepare("PUT", f"/v1/rounds/0/reports/{ticket}", data) for ticket in tickets]
+    requests["check-ins"] = [prepare("GET", "/v1/check-in") for _ in range(checkins)]
+    requests["check-ins, a new TLS connection each"] = [prepare("GET", "/v1/check-in") for _ in range(reports)]
+    shares, address = {}, ("127.0.0.1", 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        certificates.make_authority(folder)
+        certificates.make_server(folder, ())
+        files = Tls(folder / "server.crt", folder / "server.key", folder / "ca.crt")
+        for what, prepared in requests.items():
+            tls = files if "TLS" in what else None
+            authority, after = None if tls is None else tls.authority, functools.partial(take, names.get(what, ()))
+            rate = answered_per_cpu_second(run_service(api, address, tls), prepared, authority, after)
+            least = answered_per_cpu_second(run_server(empty, address, tls), prepared, authority, after)
+            shares[what] = {"per core and second": rate, "share of an empty application": rate / least}
     return shares
 
 
@@ -355,44 +370,49 @@ def figures_of(folder):
     }
 
 
+def rows_of_rounds(kind):
+    found = measure(kind)
+    aim = "at most 0.3 s" if kind == "open sums" else ""
+    yield f"{kind}: a round of {NODES} nodes, computing aside", f"{found['aside']:.2f} s", aim
+    yield f"{kind}: bytes to and from a node", f"{found['down']:,.0f} and {found['up']:,.0f}", ""
+    for name in ("server", "node"):
+        cpu, memory = 1000 * found[f"CPU of {name}"], found[f"MB of {name}"]
+        yield f"{kind}: a message and its reply at the {name}", f"{cpu:.0f} ms of CPU; {memory:.0f} MB in all", ""
+
+
+def rows_of_requests():
+    for what, found in shares_of_an_empty_application().items():
+        text = f"{found['per core and second']:,.0f}, {found['share of an empty application']:.0%} of an empty app"
+        yield f"{what} per core and second, signed", text, "at least 60 %"
+
+
+def rows_of_load(nodes, rounds):
+    found, name = measure_load(nodes, rounds), f"{nodes} simulated nodes"
+    yield f"{name}: seconds a round", f"{found['seconds']:.2f} s", ""
+    yield f"{name}: reports lost in {rounds} rounds", str(found["lost"]), "none"
+    text = f"{found['MB first']:.0f} MB after a fifth of the rounds, {found['MB last']:.0f} MB at the end"
+    yield f"{name}: memory of the coordinator", text, "flat"
+    yield f"{name}: bytes a round", f"{found['bytes']:,.0f}", ""
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parts = {kind: lambda kind=kind: rows_of_rounds(kind) for kind in KINDS}
+    parts["requests"] = rows_of_requests
+    parts["load"] = lambda: rows_of_load(arguments.nodes, arguments.rounds)
+    parts["user"] = lambda: [("memory of a user with 30 ratings", f"{memory_of_a_user():,.0f} bytes", "")]
     parser.add_argument("--data", help="not used")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=[*KINDS, "load"], default=[*KINDS, "load"])
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument("--nodes", type=int, default=500, help="of the load")
     parser.add_argument("--rounds", type=int, default=100, help="of the load")
     arguments = parser.parse_args()
-    rows, figures = [], {}
-    for kind in KINDS:
-        if kind not in arguments.only:
-            continue
-        found = figures[kind] = measure(kind)
-        print(kind, json.dumps(found), file=sys.stderr, flush=True)
-        aim = "at most 0.3 s" if kind == "open sums" else ""
-        rows.append((f"{kind}: a round of {NODES} nodes, computing aside", f"{found['aside']:.2f} s", aim))
-        rows.append((f"{kind}: bytes to and from a node", f"{found['down']:,.0f} and {found['up']:,.0f}", ""))
-        costs = {name: found[f"CPU of {name}"] for name in ("server", "node")}
-        text = ", ".join(f"{1000 * seconds:.0f} ms at the {name}" for name, seconds in costs.items())
-        rows.append((f"{kind}: CPU of a message and its reply", text, ""))
-    if "open sums" in figures:
-        text = ", ".join(f"{figures['open sums'][f'MB of {name}']:.0f} MB {name}" for name in costs)
-        rows.append(("memory", text, ""))
-        figures["requests"] = shares_of_an_empty_application()
-        for what, found in figures["requests"].items():
-            text = f"{found['per core and second']:,.0f}, {found['share of an empty application']:.0%} of an empty app"
-            rows.append((f"{what} per core and second, signed", text, "at least 60 %"))
-        rows.append(("memory of a user with 30 ratings", f"{memory_of_a_user():,.0f} bytes", ""))
-    if "load" in arguments.only:
-        found = figures["load"] = measure_load(arguments.nodes, arguments.rounds)
-        name = f"{arguments.nodes} simulated nodes"
-        rows.append((f"{name}: seconds a round", f"{found['seconds']:.2f} s", ""))
-        rows.append((f"{name}: reports lost in {arguments.rounds} rounds", str(found["lost"]), "none"))
-        text = f"{found['MB first']:.0f} MB after a fifth of the rounds, {found['MB last']:.0f} MB at the end"
-        rows.append((f"{name}: memory of the coordinator", text, "flat"))
-        rows.append((f"{name}: bytes a round", f"{found['bytes']:,.0f}", ""))
-    arguments.json.write_text(json.dumps({"rows": rows, "figures": figures}))
-    print(json.dumps(figures, indent=1))
+    rows = []
+    for name in arguments.only:
+        for row in parts[name]():
+            print(": ".join(row[:2]), file=sys.stderr, flush=True)
+            rows.append(row)
+    arguments.json.write_text(json.dumps({"rows": rows, "figures": {what: text for what, text, _ in rows}}))
 
 
 if __name__ == "__main__":
