@@ -115,6 +115,11 @@ def end(process: subprocess.Popen[bytes], how: signal.Signals = signal.SIGTERM) 
         process.wait()
 
 
+def announce(text: str) -> None:
+    """Say what the demo does, apart from what commands print."""
+    print(f"== {text}", flush=True)
+
+
 def demonstrate(folder: Path, secure: bool) -> int:
     """Make files, keys and a plan; start everything; kill a node; wait for the end."""
     began = time.monotonic()
@@ -125,7 +130,9 @@ def demonstrate(folder: Path, secure: bool) -> int:
     make_keys(keys, names)
     safety = ["--secure", "--least-nodes", "3"] if secure else []
     made = ["plan", "--items", str(folder / "catalogue.csv"), "--out", str(plan), *MODEL.split(), *TRAINING.split()]
-    subprocess.run(fedrecon(*made, *safety), check=True)
+    announce("The plan that server and nodes agree on, made by fedrecon plan:")
+    shown = subprocess.run(fedrecon(*made, *safety), check=True, capture_output=True, text=True).stdout
+    print(shown.partition("next:")[0].rstrip(), flush=True)  # what comes next is done here
     digest = compile_once(plan, data[0])
     address = f"127.0.0.1:{free_port()}"
     quick = ["--per-round", "3", "--oversample", "1.34", "--min-nodes", "3", "--deadline", "60", "--wait", "120"]
@@ -134,6 +141,7 @@ def demonstrate(folder: Path, secure: bool) -> int:
         start_new_session=True,
     )
     nodes = []
+    announce(f"fedrecon serve, and fedrecon join for {NODES} nodes; {names[-1]} is killed after {KILLED_AFTER} rounds.")
     try:
         for name, path in zip(names, data, strict=True):
             options = ["--server", f"https://{address}", "--accept", digest, "--once"]
@@ -145,12 +153,12 @@ def demonstrate(folder: Path, secure: bool) -> int:
             time.sleep(0.2)
         if server.poll() is None:
             end(nodes[-1], signal.SIGKILL)
-            print(f"{names[-1]} was killed (kill -9); training continues without it", file=sys.stderr, flush=True)
+            announce(f"{names[-1]} was killed (kill -9); training continues without it")
         code = server.wait(max(LONGEST - (time.monotonic() - began), 1))
     finally:
         for process in (*nodes, server):
             end(process)
-    print(f"{folder} has everything, with a log for each node; it took {time.monotonic() - began:.0f} s")
+    announce(f"{folder} has everything, with a log for each node; it took {time.monotonic() - began:.0f} s")
     return code
 
 

@@ -10,42 +10,28 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.cohort import lengths_for
-from fedrecon._src.core.model import AUTO, Model
+from fedrecon._src.core.model import AUTO
 from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
-from fedrecon._src.data import RatingsSchema
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.deploy.plan import OPTIONS, NodeData, Plan, PlanError
 from fedrecon._src.deploy.plan_privacy import max_answers, round_zero_releases
-from fedrecon._src.models import ranking_params
 from fedrecon._src.privacy.accounting import Release, noise_for
 from fedrecon._src.recommend.budget import Population, round_zero_noise
-from fedrecon._src.recommend.config import (
-    ClicksConfig,
-    Config,
-    RatingsConfig,
-    Reading,
-    config_from_json,
-    to_json,
-)
-from fedrecon._src.recommend.estimate import Estimate
+from fedrecon._src.recommend.config import Config, Reading, config_from_json, to_json
 from fedrecon._src.recommend.protection import fixed_scales, is_recipe, with_rule
-from fedrecon._src.recommend.rating_model import apply_estimate, build_model, round_zero_of
 from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
 from fedrecon._src.recommend.saved_models import SavedModel
-from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart
 from fedrecon._src.recommend.stopping import Watch, why_failed
-from fedrecon._src.recommend.task import Read, split_users
+from fedrecon._src.recommend.task import split_users
 from fedrecon._src.recommend.tasks import Task, Users, build_algorithm, task_of
-from fedrecon._src.recommend.tasks.clicks import dim_of, read_clicks, start_from
-from fedrecon._src.recommend.tasks.ratings import read_ratings
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
 
@@ -90,10 +76,8 @@ class SettingsPlan(Plan):
     @functools.cached_property
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
-        estimate = None if self.zero is None else (self.result or self.zero.start()).estimate
-        config, model = _build_model(self.config, self.legend, estimate)
-        if isinstance(self.result, ClicksResult):
-            model = start_from(model, ranking_params(self.result.item_embedding, self.result.counts))
+        zero = self.result or (None if self.zero is None else self.zero.start())
+        config, model = self.task.start_model(self.config, self.legend, zero)
         examples: float | None = None if self.result is None else self.result.num_examples
         noise, aggregator = config.privacy.noise_multiplier, None
         if noise is not None:
@@ -105,7 +89,7 @@ class SettingsPlan(Plan):
     @functools.cached_property
     def zero(self) -> RoundZero | None:
         """Round zero, if there is one."""
-        return _round_zero(self.config, len(self.legend), {name: getattr(self, name) for name in OPTIONS})
+        return self.task.round_zero(self.config, len(self.legend), {name: getattr(self, name) for name in OPTIONS})
 
     @property
     def unprepared(self) -> bool:
@@ -164,23 +148,12 @@ class SettingsPlan(Plan):
         Raises:
           DataError: the file cannot be read, or nothing in it can take part.
         """
-        clients, skipped = self._read_clients(Path(path), reading or Reading(), max(least, self.min_examples), progress)
-        return NodeData(split_users(clients, self.config.data), skipped)
-
-    def _read_clients(self, path: Path, reading: Reading, least: int, progress: Progress) -> Read:
-        """Read the users of a file that have enough examples, in the order of the file."""
-        config: Any = self.config
-        if config.task == "ratings":
-            ratings = read_ratings(path, reading, min_ratings=least, schema=RatingsSchema(self.legend.ids))
-            return Read(ratings, ratings.skipped)
-        if config.task == "clicks":
-            clicks = read_clicks(config, self.legend, path, reading)
-            everyone = Read(clicks, clicks.skipped)
-        else:
-            read = self.task.read(config, self.legend, path, reading, progress)
-            everyone = Read(read.clients.cap(config.data.max_sentences), read.skipped)
-        enough = everyone.clients.at_least(least)
-        return Read(enough, {**everyone.skipped, "users_below_minimum": len(everyone.clients) - len(enough)})
+        read = self.task.read_node(self.config, self.legend, Path(path), reading or Reading(), progress)
+        enough = read.clients.at_least(least := max(least, self.min_examples))
+        if not len(enough):
+            raise DataError(f"{path} has no {self.people} with {least} {self.task.unit or self.examples} or more")
+        skipped = {**read.skipped, "users_below_minimum": len(read.clients) - len(enough)}
+        return NodeData(split_users(enough, self.config.data), skipped)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> SettingsPlan:
@@ -193,13 +166,7 @@ class SettingsPlan(Plan):
 @functools.lru_cache(maxsize=8)
 def _prepared(plan: SettingsPlan, result: Result) -> SettingsPlan:
     """Prepare a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
-    config, legend = plan.config, plan.legend
-    if isinstance(config, RatingsConfig):
-        config, legend = apply_estimate(config, legend, result.estimate, result.counts)
-        if config.privacy.on and not config.model.round_zero:  # only the scale was asked for
-            legend = dataclasses.replace(legend, counts=None, liking=None)
-    else:
-        legend = dataclasses.replace(legend, counts=np.rint(result.counts).astype(np.int64))
+    config, legend = plan.task.apply_result(plan.config, plan.legend, result)
     ready = dataclasses.replace(plan, config=config, legend=legend, result=result)
     ready.__dict__["content"] = plan.content  # the agreement
     return ready
@@ -224,20 +191,15 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     """
     # Who takes part is up to nodes and server, and all rounds are trained.
     config = dataclasses.replace(config, data=_without_places(config.data), sampling=Sampling(), patience=None)
-    if isinstance(config, RatingsConfig) and config.model.scale is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
-    if isinstance(config, ClicksConfig):  # a node's file may leave out less
-        dim, at_least = dim_of(config.model, len(legend)), config.data.at_least
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim, at_least=at_least))
-    data: Any = config.data
-    is_text, protected = config.task == "text", config.privacy.on
-    largest = data.max_sentences if is_text else data.max_examples
-    if (problem := _problem(config, largest, {name: getattr(Plan, name) for name in OPTIONS} | options)) is not None:
+    config, protected = task_of(config).pin(config, legend), config.privacy.on
+    fewest, largest = config.data.plan_bounds
+    if (problem := _problem(config, {name: getattr(Plan, name) for name in OPTIONS} | options)) is not None:
         raise PlanError(problem)
     try:
         config, options = _with_noise(config, legend, options)
     except (ValueError, ImportError) as error:
         raise PlanError(str(error)) from None
+    assert largest is not None  # or there is a problem
     algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
     assert algorithm.model.lookups != AUTO
     return SettingsPlan(
@@ -247,7 +209,7 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
         rounds=config.rounds,
         seed=config.seed,
         evaluate_every=config.evaluate_every,
-        min_examples=data.min_sentences if is_text else data.min_ratings,
+        min_examples=fewest,
         max_examples=largest,
         clip_norm=config.privacy.clip_norm if protected else config.aggregate.clip_norm,
         delta=config.privacy.delta,
@@ -255,15 +217,13 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     )
 
 
-def _problem(config: Config, largest: int | None, options: Mapping[str, Any]) -> str | None:
+def _problem(config: Config, options: Mapping[str, Any]) -> str | None:
     """Say why settings cannot be those of a plan; None if they can."""
     privacy = config.privacy
     if config.aggregate.secure:
         return "--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more"
-    if largest is None:
+    if config.data.plan_bounds[1] is None:
         return "give --data.max-examples: a plan limits examples per user, so that all nodes run one program"
-    if privacy.on and isinstance(config, ClicksConfig):
-        return "for clicks, nodes count the users of each item without noise: leave out --privacy options"
     if privacy.correlated is not None or (privacy.clip_quantile is not None and options["secure"]):
         return "nodes add independent noise for one clipping norm: leave out correlated and clip_quantile"
     if privacy.on and options["users"] < 2:
@@ -277,35 +237,6 @@ def _without_places(data: Any) -> Any:
     return dataclasses.replace(data, **{name: value for name, value in removed.items() if hasattr(data, name)})
 
 
-def _round_zero(config: Config, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
-    """Return the round zero of a plan with these options; None if there is none."""
-    if isinstance(config, ClicksConfig):
-        return SpectralStart(num_items=num_items, dim=dim_of(config.model, num_items))
-    if not isinstance(config, RatingsConfig) or not (config.model.round_zero or config.data.transform != "none"):
-        return None
-    if not config.privacy.on:
-        return round_zero_of(config, num_items)
-    return round_zero_of(
-        config,
-        num_items,
-        noise_multiplier=options["round_zero_noise"],
-        clients=max(round(options["users"] * config.data.fractions[0]), 1),
-        approximate=True,
-        hosts=options["least_nodes"] if options["secure"] else 0,
-        scale=config.privacy.rating_range,
-        **({} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}),
-    )
-
-
-def _build_model(config: Config, legend: Any, estimate: Estimate | None) -> tuple[Config, Model]:
-    """Return settings and model with what round zero estimated; before it, with an estimate that has its shapes."""
-    if estimate is None or not isinstance(config, RatingsConfig):
-        return config, task_of(config).build_model(config, legend)
-    if config.model.scale is None:
-        config, _ = apply_estimate(config, legend, estimate)
-    return config, build_model(config.model, len(legend), estimate)
-
-
 def _with_noise(config: Config, legend: Any, changes: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
     """Return settings and options that say how much noise there is, also if they give only an epsilon.
 
@@ -317,11 +248,14 @@ def _with_noise(config: Config, legend: Any, changes: Mapping[str, Any]) -> tupl
         return config, dict(changes)
     users, share, rounds = options["users"], float(options["share"]), max_answers(config.rounds)
     before: tuple[Release, ...] = ()
-    if (zero := _round_zero(config, len(legend), options | {"round_zero_noise": 1.0})) is not None:
+    task = task_of(config)
+    if (zero := task.round_zero(config, len(legend), options | {"round_zero_noise": 1.0})) is not None:
+        if not zero.noised:
+            raise ValueError(f"round zero of {config.task} adds no noise: leave out --privacy options")
         if not options["round_zero_noise"]:
             options["round_zero_noise"] = _noise_of_round_zero(config, Population(users, share * users), zero)
         before = round_zero_releases(dataclasses.replace(zero, noise_multiplier=options["round_zero_noise"]))
-    _, model = _build_model(config, legend, None if zero is None else zero.start().estimate)
+    _, model = task.start_model(config, legend, None if zero is None else zero.start())
     parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
 
     def release(noise: float) -> Release:

@@ -221,6 +221,11 @@ class Source:
         """How many examples of a client are used: of every client, and of those that train."""
         return None, None
 
+    @property
+    def plan_bounds(self) -> tuple[int, int | None]:
+        """In a plan: how few examples a client may have, and how many are used at most."""
+        return 1, None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
@@ -303,6 +308,11 @@ class Data(Source, Reading):
         """How many ratings of a user are used."""
         return self.max_examples, None
 
+    @property
+    def plan_bounds(self) -> tuple[int, int | None]:
+        """In a plan: how few ratings a user may have, and how many are used at most."""
+        return self.min_ratings, self.max_examples
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClickData(Data):
@@ -352,6 +362,11 @@ class TextData(Source):
     bad_rows: Literal["error", "skip"] = "error"
     word_count: str | None = None
     unpack: bool = False
+
+    @property
+    def plan_bounds(self) -> tuple[int, int | None]:
+        """In a plan: how few sentences a client may have, and how many are used at most."""
+        return self.min_sentences, self.max_sentences
 
 
 # ---- models ----

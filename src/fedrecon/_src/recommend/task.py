@@ -18,6 +18,7 @@ from fedrecon._src.core.progress import Progress
 from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend.config import Config, Reading
+from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.settings import Source
 from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.evaluation import Evaluation
@@ -172,6 +173,11 @@ class Task(Generic[C, D, L]):
       add_metrics: `(config, algorithm, params, clients, evaluation) -> evaluation` with what sums cannot tell.
       score: what validation clients compare models by, from metrics over all examples; less is better.
       finish: `(config, users, algorithm, params) -> global parameters` as they are served, after the last round.
+      pin: `(config, legend) -> config` for a plan, without what is found in the data of one place.
+      round_zero: `(config, number of items, options of a plan) -> round zero over nodes`; None if there is none.
+      start_model: `(config, legend, state or result of round zero) -> config and model` as training starts.
+      apply_result: `(config, legend, result of round zero) -> config and legend` with it.
+      read_node: `(config, legend, path, reading, progress) -> the clients of a node's file`, in the order of the file.
     """
 
     name: str
@@ -187,10 +193,12 @@ class Task(Generic[C, D, L]):
     divide: Callable[[C, D, Progress], Users]
     facts: Callable[[C, D], dict[str, Any]]
     build_model: Callable[[C, L], Model]
+    start_model: Callable[[C, L, Any], tuple[C, Model]]
     build_algorithm: Callable[[C, Model, AlgorithmParts], Algorithm]
     prepare: Callable[[C, D, Users, L], Ready]
     view: Callable[[C, Clients], Clients]
     read: Callable[[C, L, Path, Reading, Progress], Read]
+    read_node: Callable[[C, L, Path, Reading, Progress], Read]
     describe: Callable[[L], dict[str, Any]]
     recall: Callable[[Mapping[str, Any]], L]
     baselines: Callable[[C, L, Any, Any], Table]
@@ -211,6 +219,10 @@ class Task(Generic[C, D, L]):
     omit: Callable[[C], Container[str]] = lambda config: ()
     score: Score = loss_of
     finish: Callable[[C, Users, Algorithm, Any], Any] = lambda config, users, algorithm, params: params
+
+    pin: Callable[[C, L], C] = lambda config, legend: config
+    round_zero: Callable[[C, int, Mapping[str, Any]], RoundZero | None] = lambda config, num_items, options: None
+    apply_result: Callable[[C, L, Result], tuple[C, L]] = lambda config, legend, result: (config, legend)
 
     def shown(self, measures: tuple[Measure, ...], config: C) -> tuple[Measure, ...]:
         """Return those of some measures that mean something for these settings."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
 WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
+# Refusals that honest nodes get: after a restart of the server, and when a round closed without them.
+ROUTINE = {"epoch", "expired", "no-broadcast"}
 
 
 BUNDLE = "manifest.json"  # of a bundle, not of a plan
@@ -186,7 +188,7 @@ def run(args: Serve) -> int:
                 outcome = serve(
                     plan, grid, folder, pace, resume=args.resume, clock=clock, on_record=on_record, say=show.remark
                 )
-            if set(problems) - {"epoch"}:
+            if set(problems) - ROUTINE:
                 show.remark(f"refused requests: {_counts(problems)}")
     except NotEnoughNodes as problem:
         raise ValueError(str(problem)) from None
@@ -283,8 +285,8 @@ def _run_gateway(path: Path, gateway: Gateway) -> int:
 
 
 def _counts(problems: Mapping[str, int]) -> str:
-    """List the requests that were refused, but for those with which nodes learn the epoch."""
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(problems.items()) if kind != "epoch") or "none"
+    """List the requests that were refused, but for those of honest nodes."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(problems.items()) if kind not in ROUTINE) or "none"
 
 
 @contextlib.contextmanager

@@ -28,8 +28,9 @@ from fedrecon._src.recommend import cold_start, ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reading
 from fedrecon._src.recommend.rating_model import Items
 from fedrecon._src.recommend.recipe import build_split
+from fedrecon._src.recommend.round_zero import Result
 from fedrecon._src.recommend.settings import Ranking
-from fedrecon._src.recommend.spectral_start import ClicksResult, estimate_clicks
+from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart, estimate_clicks
 from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
 from fedrecon._src.recommend.task import AlgorithmParts, Measure, Read, Ready, Table, Task, Users
 from fedrecon._src.recommend.tasks.ratings import (
@@ -90,6 +91,29 @@ def build_ranking(config: ClicksConfig, num_items: int) -> Model:
 def dim_of(settings: Ranking, num_items: int) -> int:
     """Return the length of embeddings where validation users do not choose it; no more than there are items."""
     return min(DEPLOYED_DIM if settings.dim == "auto" else settings.dim, num_items)
+
+
+def _pin(config: ClicksConfig, items: Items) -> ClicksConfig:
+    """Fix the dimensions, and what counts as a click: a node's file may leave out less."""
+    dim, at_least = dim_of(config.model, len(items)), config.data.at_least
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim, at_least=at_least))
+
+
+def _start_model(config: ClicksConfig, items: Items, zero: Any) -> tuple[ClicksConfig, Model]:
+    model = build_ranking(config, len(items))
+    if isinstance(zero, ClicksResult):
+        model = start_from(model, ranking_params(zero.item_embedding, zero.counts))
+    return config, model
+
+
+def _apply_result(config: ClicksConfig, items: Items, result: Result) -> tuple[ClicksConfig, Items]:
+    return config, dataclasses.replace(items, counts=np.rint(result.counts).astype(np.int64))
+
+
+def _read_node(config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+    del progress
+    clicks = read_clicks(config, items, path, reading)
+    return Read(clicks, clicks.skipped)
 
 
 def start_from(model: Model, params: Params) -> Model:
@@ -321,4 +345,11 @@ CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
     by_client=True,
     score=lambda metrics: -metrics.get(NDCG.name, np.nan),
     finish=_finish,
+    pin=_pin,
+    round_zero=lambda config, num_items, options: SpectralStart(
+        num_items=num_items, dim=dim_of(config.model, num_items)
+    ),
+    start_model=_start_model,
+    apply_result=_apply_result,
+    read_node=_read_node,
 )

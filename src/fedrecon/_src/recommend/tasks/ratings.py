@@ -27,13 +27,16 @@ from fedrecon._src.recommend.rating_model import (
     Liking,
     accepted_ratings,
     add_priors,
+    apply_estimate,
     build_model,
     prepare_ratings,
     ridges_of,
+    round_zero_of,
     scale_ends,
     transformed,
 )
 from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, build_split
+from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Table, Task, Users, split_users
 from fedrecon._src.simulation.evaluation import Evaluation
 
@@ -246,6 +249,53 @@ def _restore(config: RatingsConfig, items: Items, scores: np.ndarray) -> np.ndar
     return scores.copy() if ends is None else np.clip(scores, *ends)
 
 
+# ---- over nodes ----
+
+
+def _pin(config: RatingsConfig, items: Items) -> RatingsConfig:
+    del items
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
+
+
+def _round_zero(config: RatingsConfig, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
+    if not (config.model.round_zero or config.data.transform != "none"):
+        return None
+    if not config.privacy.on:
+        return round_zero_of(config, num_items)
+    return round_zero_of(
+        config,
+        num_items,
+        noise_multiplier=options["round_zero_noise"],
+        clients=max(round(options["users"] * config.data.fractions[0]), 1),
+        approximate=True,
+        hosts=options["least_nodes"] if options["secure"] else 0,
+        scale=config.privacy.rating_range,
+        **({} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}),
+    )
+
+
+def _start_model(config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Model]:
+    """Return settings and model with what round zero estimated; before it, with an estimate that has its shapes."""
+    if zero is None:
+        return config, build_model(config.model, len(items))
+    if config.model.scale is None:
+        config, _ = apply_estimate(config, items, zero.estimate)
+    return config, build_model(config.model, len(items), zero.estimate)
+
+
+def _apply_result(config: RatingsConfig, items: Items, result: Result) -> tuple[RatingsConfig, Items]:
+    config, items = apply_estimate(config, items, result.estimate, result.counts)
+    if config.privacy.on and not config.model.round_zero:  # only the scale was asked for
+        items = dataclasses.replace(items, counts=None, liking=None)
+    return config, items
+
+
+def _read_node(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+    del config, progress
+    ratings = read_ratings(path, reading, schema=RatingsSchema(items.ids))
+    return Read(ratings, ratings.skipped)
+
+
 # ---- baselines ----
 
 
@@ -338,5 +388,10 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     restore=_restore,
     omit=_omit,
     finish=_finish,
+    pin=_pin,
+    round_zero=_round_zero,
+    start_model=_start_model,
+    apply_result=_apply_result,
+    read_node=_read_node,
     looks_like_counts=lambda config, ratings: config.data.transform == "none" and ratings.describe().looks_like_counts,
 )

@@ -159,6 +159,11 @@ def read_corpus(config: TextConfig, vocabulary: Vocabulary, path: Path, reading:
     )
 
 
+def _read_node(config: TextConfig, vocabulary: Vocabulary, path: Path, reading: Reading, progress: Progress) -> Read:
+    read = read_corpus(config, vocabulary, path, reading, progress)
+    return read._replace(clients=read.clients.cap(config.data.max_sentences))
+
+
 def _facts(config: TextConfig, corpus: Corpus) -> dict[str, Any]:
     vocabulary = vocabulary_of(config, corpus)
     return {
@@ -256,4 +261,6 @@ TEXT: Task[TextConfig, Corpus, Vocabulary] = Task(
     serve='complete {run} --text FILE --prompt "..."',
     unit="sentences",
     page_needs_onnx=True,
+    start_model=lambda config, vocabulary, zero: (config, build_next_word(config.model, vocabulary)),
+    read_node=_read_node,
 )
