@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from deployed import Processes, config_of, deployed, files_of, free_port, grid_of, node_of, plan_of
 from fedrecon._src.app.cli import serve
-from fedrecon._src.deploy.local_socket import answer_socket
+from fedrecon._src.deploy.transport import answer_socket
 from fedrecon._src.recommend.config import Reconstruct
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.storage.run_folder import RunFolder

@@ -13,9 +13,8 @@ import pytest
 from deployed import Waiting, config_of, deployed, files_of, grid_of, node_of, plan_of
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.deploy.gateway import Gateway
-from fedrecon._src.deploy.local_socket import SocketGrid, answer_socket, open_listener
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
-from fedrecon._src.deploy.transport import Channel
+from fedrecon._src.deploy.transport import Channel, SocketGrid, answer_socket, open_listener
 from fedrecon._src.recommend.config import Reconstruct
 from fedrecon.deploy import InProcess, Pace
 from test_deploy_plans import ROUND_ZERO_CONFIG

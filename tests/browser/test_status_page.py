@@ -54,7 +54,7 @@ def test_the_page_follows_the_run_until_it_is_paused(browser, run):
     page = open_page(browser, address)
     page.get_by_text("8 of 15").first.wait_for()
     folder.record(round_record(9, 0.25))
-    page.get_by_text("9 of 15").first.wait_for(timeout=10_000)
+    page.get_by_text("9 of 15").first.wait_for()
     assert page.title() == "Round 9 of 15 · fedrecon"
     assert page.get_by_role("img").get_attribute("aria-label") == "Loss from 1 in round 1 to 0.25"
     page.get_by_label("Update automatically").uncheck()
@@ -62,7 +62,7 @@ def test_the_page_follows_the_run_until_it_is_paused(browser, run):
     page.wait_for_timeout(1500)
     assert page.get_by_text("10 of 15").count() == 0
     page.get_by_label("Update automatically").check()
-    page.get_by_text("10 of 15").first.wait_for(timeout=10_000)
+    page.get_by_text("10 of 15").first.wait_for()
     assert page.problems == []  # nothing that the content security policy forbids
     page.context.close()
 
@@ -72,7 +72,7 @@ def test_the_page_says_that_the_coordinator_is_gone(browser, tmp_path):
         page = open_page(browser, f"http://127.0.0.1:{port}/")
         page.get_by_text("No round has ended yet").wait_for()
         page.wait_for_timeout(500)
-    page.get_by_text("cannot be reached").wait_for(timeout=10_000)
+    page.get_by_text("cannot be reached").wait_for()
     page.context.close()
 
 

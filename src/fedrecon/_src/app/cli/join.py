@@ -93,8 +93,8 @@ def run(args: Join) -> int:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
-    from fedrecon._src.deploy.local_socket import answer_socket
     from fedrecon._src.deploy.node_keys import read_private_key
+    from fedrecon._src.deploy.transport import answer_socket
     from fedrecon._src.storage.ownership import LOCK, file_lock
 
     socket = Path(args.server.removeprefix(UNIX)) if args.server.startswith(UNIX) else None

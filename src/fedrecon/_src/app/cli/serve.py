@@ -200,9 +200,8 @@ def run(args: Serve) -> int:
 def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[str, int]]]:
     """Yield what reaches the nodes, a clock that waits for them, and counts of the requests that were refused."""
     from fedrecon._src.deploy.http_server import Limits, parse_address, serve_tasks
-    from fedrecon._src.deploy.local_socket import SocketGrid
     from fedrecon._src.deploy.messages import largest_message
-    from fedrecon._src.deploy.transport import SYSTEM
+    from fedrecon._src.deploy.transport import SYSTEM, SocketGrid
 
     if args.flower is not None:
         show.remark(f"plan {plan.digest}; waiting for a Flower run at {args.flower}")
@@ -275,8 +274,8 @@ def _run_devices(args: Serve) -> int:
 
 def _run_gateway(path: Path, gateway: Gateway) -> int:
     """Answer the coordinator until Ctrl-C."""
-    from fedrecon._src.deploy.local_socket import answer_socket
     from fedrecon._src.deploy.messages import largest_message
+    from fedrecon._src.deploy.transport import answer_socket
 
     show.remark(f"gateway: the coordinator asks at {path}")
     with contextlib.suppress(KeyboardInterrupt):
