@@ -136,7 +136,7 @@ class Gateway:
             node_sum = open_sum(registry.plan, self.channel, question, invited, enough=enough, seconds=seconds)
         registry.note_replies(node_sum.replies, node_sum.nodes, message.round, len(node_sum.nodes) < enough)
         answered = f"{len(node_sum.nodes)} of {len(invited)} clients answered"
-        self.say(f"round {message.round + 1}, {question.purpose}: {answered}")
+        self.say(f"round {message.round + (question.purpose == TRAIN)}, {question.purpose}: {answered}")
         if len(node_sum.nodes) < registry.min_nodes:
             raise Failure("error", answered)
         return to_bytes(functools.reduce(lambda total, part: jax.tree.map(np.add, total, part), node_sum.parts))
