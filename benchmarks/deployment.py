@@ -7,19 +7,15 @@ processes as the system counts them, from the first round that counts on.
 import argparse
 import asyncio
 import contextlib
-import functools
-import hashlib
 import json
 import os
 import re
 import signal
 import socket
-import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -151,97 +147,6 @@ def costs_of(looks):
         found[f"CPU of {name}"] = (last[name][0] - first[name][0]) / each
         found[f"MB of {name}"] = max(costs[name][1] for _, costs in settled)
     return found
-
-
-def answered_per_cpu_second(serving, requests, authority=None, after=lambda k: None):
-    """Return how many requests a core answers in a second, by the CPU seconds of the server's thread.
-
-    Args:
-      serving: serves the application in a thread; yields the port.
-      requests: bytes, sent one after another over one plain connection.
-      authority: with a certificate, every request has a TLS connection of its own.
-      after: called after every request.
-    """
-    context = None if authority is None else ssl.create_default_context(cafile=authority)
-    with serving as port, contextlib.ExitStack() as stack:
-        thread = next(thread for thread in threading.enumerate() if thread.name == "fedrecon-http")
-        clock = time.pthread_getcpuclockid(thread.ident)
-
-        def connect():
-            connection = socket.create_connection(("127.0.0.1", port))
-            return connection if context is None else context.wrap_socket(connection, server_hostname="localhost")
-
-        kept = None if context else stack.enter_context(connect())
-        began = time.clock_gettime(clock)
-        for k, request in enumerate(requests):
-            with contextlib.nullcontext(kept) if kept else connect() as connection:
-                connection.sendall(request)
-                head = b""
-                while not head.endswith(b"\r\n\r\n"):
-                    head += connection.recv(4096)
-            assert head[9:12] in (b"201", b"204"), head
-            after(k)
-        return len(requests) / (time.clock_gettime(clock) - began)
-
-
-def shares_of_an_empty_application(checkins=2000, reports=300, sizes=(150_000, 600_000)):
-    """Return the rates of check-ins and reports, and as shares of those of an application that only answers."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from starlette.applications import Starlette
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    from fedrecon._src.deploy import certificates, node_keys
-    from fedrecon._src.deploy.http_server import Api, Limits, Tls, run_server, run_service
-    from fedrecon._src.deploy.tasks import TaskBoard
-
-    node_keys.REQUESTS_PER_SECOND = node_keys.BURST = 1e9
-    key, board = Ed25519PrivateKey.generate(), TaskBoard()
-    number = board.number_of(node_keys.public_bytes(key))
-
-    class Nothing:
-        content, digest = b"", ""
-
-    api = Api(Nothing, board, node_keys.Verifier(None), Limits(max(sizes)))
-
-    async def read(request):
-        await request.body()
-        return Response(status_code=204)
-
-    empty = Starlette(routes=[Route("/{path:path}", read, methods=["GET", "PUT"])])
-
-    def prepare(method, path, data=b""):
-        digest = hashlib.sha256(data).hexdigest()
-        fields = {"Host": "a", "Content-Length": len(data)}
-        fields |= node_keys.sign_request(key, method, path, digest, api.verifier.epoch)
-        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data
-
-    def take(names, k):  # as the round loop does
-        if names:
-            board.poll([names[k]])
-
-    names, requests = {}, {}
-    for size in sizes:
-        what, data = f"reports of {size // 1000} kB", os.urandom(size)
-        names[what] = [board.send(number, f"{size} {k}".encode(), 3600) for k in range(reports)]
-        tickets = [board._ticket(name, 0, number) for name in names[what]]
-        requests[what] = [prepare("PUT", f"/v1/rounds/0/reports/{ticket}", data) for ticket in tickets]
-    requests["check-ins"] = [prepare("GET", "/v1/check-in") for _ in range(checkins)]
-    requests["check-ins, a new TLS connection each"] = [prepare("GET", "/v1/check-in") for _ in range(reports)]
-    shares, address = {}, ("127.0.0.1", 0)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        certificates.make_authority(folder)
-        certificates.make_server(folder, ())
-        files = Tls(folder / "server.crt", folder / "server.key", folder / "ca.crt")
-        for what, prepared in requests.items():
-            tls = files if "TLS" in what else None
-            authority, after = None if tls is None else tls.authority, functools.partial(take, names.get(what, ()))
-            rate = answered_per_cpu_second(run_service(api, address, tls), prepared, authority, after)
-            least = answered_per_cpu_second(run_server(empty, address, tls), prepared, authority, after)
-            shares[what] = {"per core and second": rate, "share of an empty application": rate / least}
-    return shares
 
 
 def measure_load(nodes, rounds, longest=LONGEST):
@@ -381,9 +286,10 @@ def rows_of_rounds(kind):
 
 
 def rows_of_requests():
-    for what, found in shares_of_an_empty_application().items():
-        text = f"{found['per core and second']:,.0f}, {found['share of an empty application']:.0%} of an empty app"
-        yield f"{what} per core and second, signed", text, "at least 60 %"
+    from request_rates import measure_rates
+
+    for what, rate, share in measure_rates():
+        yield f"{what}, per core and second", f"{rate:,.0f}, {share:.0%} of an empty application", "at least 60 %"
 
 
 def rows_of_load(nodes, rounds):
