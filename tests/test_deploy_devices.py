@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 import fedrecon as fr
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.deploy import devices, tokens
-from fedrecon._src.deploy.devices import DeviceApi, DevicePace, OpenRound, read_device_plan, serve_devices
+from fedrecon._src.deploy.devices import DeviceApi, DevicePace, OpenRound, read_served_plan, serve_devices
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service
@@ -79,7 +79,7 @@ def write_plan(folder, algorithm, rounds=2, **changes):
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan | changes))
-    return read_device_plan(folder)
+    return read_served_plan(folder)
 
 
 def report_of(plan, data, name):
@@ -419,3 +419,55 @@ def test_only_the_registered_coordinator_asks_the_helper(plan, tmp_path):
         ]:
             with connect(port, key) as connection, pytest.raises(Exception, match=message):
                 connection.post(path, b"", 100)
+
+
+# ---- noise ----
+
+
+def noised_algorithm(least):
+    return algorithm_of(noise_multiplier=2.0, per_round=10, least=least, simulated_noise=False)
+
+
+def test_fewer_honest_devices_have_less_noise_than_was_promised():
+    share = noised_algorithm(10).aggregator.share(total_shapes(ALGORITHM).parts)
+    delta = 1e-6
+    table = devices.describe_noise(share, 5, 10, delta)
+    assert [lie for lie, _ in table] == [0, 0.1, 0.25, 0.5]
+    assert table[0][1] == pytest.approx(fr.privacy.epsilon_of([share.release(1.0, 5)], delta))  # as promised
+    # With half of the noise's variance, noise 2 is noise 2 / sqrt(2).
+    half = share._replace(noise_multiplier=2.0 / math.sqrt(2)).release(1.0, 5)
+    assert table[-1][1] == pytest.approx(fr.privacy.epsilon_of([half], delta))
+    assert [epsilon for _, epsilon in table] == sorted(epsilon for _, epsilon in table)
+    more = devices.describe_noise(share, 5, 20, delta)  # twice as many as were needed: half of them may lie
+    assert more[-1][1] == pytest.approx(table[0][1])
+
+
+def test_sums_that_would_have_too_little_noise_are_refused_before_training(tmp_path):
+    algorithm = noised_algorithm(LEAST + 1)
+    plan = write_plan(tmp_path / "bundle", algorithm)
+    with (
+        connect(1) as nobody,
+        pytest.raises(StorageError, match="`least` of the plan is 3; the noise is promised for 4"),
+    ):
+        serve_devices(
+            DeviceApi(plan, SECRET), start_of(algorithm), fr.RunFolder(tmp_path / "run"), nobody, DevicePace()
+        )
+
+
+def test_what_the_noise_promises_is_said_and_saved(tmp_path):
+    algorithm, remarks = noised_algorithm(LEAST), []
+    plan = write_plan(tmp_path / "bundle", algorithm)
+    pace = DevicePace(reports=6, patience=0.1)
+    with connect(1) as nobody, pytest.raises(NotEnoughNodes):
+        serve_devices(
+            DeviceApi(plan, SECRET),
+            start_of(algorithm),
+            fr.RunFolder(tmp_path / "run"),
+            nobody,
+            pace,
+            say=remarks.append,
+        )
+    saved = fr.RunFolder(tmp_path / "run").description()["noise"]
+    assert (saved["least"], saved["delta"]) == (LEAST, 1e-6)
+    assert saved["liars"]["0.5"] == pytest.approx(saved["epsilon"])
+    assert any("if 3 are honest" in remark for remark in remarks)

@@ -213,3 +213,12 @@ def test_a_plan_says_what_the_servers_need(tmp_path):
         (tmp_path / "plan.json").write_text(json.dumps(plan | {"sum": plan["sum"] | change}))
         with pytest.raises(StorageError, match="not a device plan"):
             two_servers.read_sum_plan(tmp_path / "plan.json")
+
+
+def test_noise_of_a_device_is_skellam_from_fresh_entropy():
+    zeros = np.zeros(40_000, np.uint32)
+    first, second = (sealing.add_noise(zeros, 9.0).astype(np.int32) for _ in range(2))
+    assert first.mean() == pytest.approx(0, abs=0.1)
+    assert first.var() == pytest.approx(9.0, rel=0.05)
+    assert np.abs(np.corrcoef(first, second)[0, 1]) < 0.05
+    assert (sealing.add_noise(zeros + 7, 9.0).astype(np.int32) - 7).mean() == pytest.approx(0, abs=0.1)

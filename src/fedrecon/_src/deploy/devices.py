@@ -54,6 +54,8 @@ from fedrecon._src.deploy.http_server import (
 )
 from fedrecon._src.deploy.registry import MAX_SECONDS, NotEnoughNodes
 from fedrecon._src.deploy.tokens import Budgets, TokenError, device_of
+from fedrecon._src.privacy.accounting import epsilon_of
+from fedrecon._src.privacy.noise import ShareOfNoise
 from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, read_sum_plan, unmask
 from fedrecon._src.server.fixed_point import from_vector
 from fedrecon._src.storage.atomic import StorageError, read_bytes
@@ -67,7 +69,7 @@ REQUESTS_PER_SECOND, BURST = 1.0, 30.0  # of one device
 
 
 @dataclass(frozen=True)
-class DevicePlan:
+class ServedPlan:
     """What the coordinator needs to know of a device plan.
 
     Attributes:
@@ -101,7 +103,7 @@ class DevicePlan:
         return 4 * self.length if self.sums is None else self.sums.report_bytes
 
 
-def read_device_plan(bundle: Path) -> DevicePlan:
+def read_served_plan(bundle: Path) -> ServedPlan:
     """Read the plan in a bundle.
 
     Raises:
@@ -122,7 +124,7 @@ def read_device_plan(bundle: Path) -> DevicePlan:
     if not good:
         raise StorageError(f"{file} is not a device plan; make one with fedrecon bundle RUN --train")
     sums = read_sum_plan(file) if protocol == "two-servers" else None
-    return DevicePlan(content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums)
+    return ServedPlan(content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums)
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class OpenRound:
 class DeviceApi(Service):
     """The endpoints for devices."""
 
-    def __init__(self, plan: DevicePlan, secret: bytes, retry: float = 60.0, limits: Limits | None = None):
+    def __init__(self, plan: ServedPlan, secret: bytes, retry: float = 60.0, limits: Limits | None = None):
         """Admit devices whose tokens were issued with a secret."""
         self.plan, self._secret, self._retry = plan, secret, retry
         self.run = ""
@@ -297,6 +299,24 @@ class DeviceApi(Service):
 # ---- the round loop ----
 
 
+LIARS = (0.0, 0.1, 0.25, 0.5)  # shares of the reports of a round for which the guarantee is computed
+
+
+def describe_noise(share: ShareOfNoise, rounds: int, reports: int, delta: float) -> list[tuple[float, float]]:
+    """Return what holds if a share of the reports lies about its noise: pairs of that share and epsilon.
+
+    A device that lies, or works together with a server, adds no noise that hides others. One that drops out adds none,
+    and hides nobody. No sampling is claimed, and a device may be in every round.
+
+    Args:
+      share: of the noise that a device adds.
+      rounds: how many sums are published.
+      reports: how many a sum has.
+      delta: of the guarantee.
+    """
+    return [(lie, epsilon_of([share.release(1.0, rounds, (1 - lie) * reports)], delta)) for lie in LIARS]
+
+
 class Start(NamedTuple):
     """What training begins with.
 
@@ -330,6 +350,7 @@ def serve_devices(
     pace: DevicePace,
     *,
     seed: int = 0,
+    delta: float = 1e-6,
     resume: bool = False,
     on_record: Callable[[dict[str, Any]], None] = lambda record: None,
     say: Callable[[str], None] = lambda text: None,
@@ -343,6 +364,7 @@ def serve_devices(
       helper: reaches the helper, signed with the coordinator's key; None if the plan's sums are open.
       pace: how many reports, and how long to wait.
       seed: of the run.
+      delta: with noise, of the guarantee.
       resume: continue from the newest checkpoint, and with the reports of the round after it.
       on_record: called with every round's record.
       say: called with remarks.
@@ -356,7 +378,8 @@ def serve_devices(
     if (helper is None) != (api.plan.sums is None):
         raise ValueError(f"`helper` must be {'given' if helper is None else 'None'}: the plan says how sums are made")
     with folder.lock():
-        facts = run_facts(api.plan.digest, {"made_by": "devices", "seed": seed}, folder, resume)
+        noise = _noise_of(api.plan, start.algorithm, pace, delta, say)
+        facts = run_facts(api.plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, folder, resume)
         folder.describe(facts)
         api.run = facts["deployment"]["run"]
         rounds = _Rounds(api, start, folder, helper, pace, facts["seed"], say)
@@ -371,6 +394,33 @@ def serve_devices(
         start.save(folder=folder.model_path, params=params)
         folder.describe(facts | {"ended": timestamp(), "rounds": rounds.done, "interrupted": interrupted})
         return ServeResult(params, rounds.history, rounds.done, None, None, interrupted)
+
+
+def _noise_of(
+    plan: ServedPlan, algorithm: Algorithm, pace: DevicePace, delta: float, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Say what the noise of devices promises; None without noise.
+
+    Raises:
+      StorageError: a sum of so few reports as the plan allows would have less noise than is promised.
+    """
+    if algorithm.aggregator.share is None:
+        return None
+    share = algorithm.aggregator.share(total_shapes(algorithm).parts)
+    if plan.least < share.least:
+        raise StorageError(f"`least` of the plan is {plan.least}; the noise is promised for {share.least} reports")
+    reports = max(pace.reports or plan.least, plan.least)
+    promised = epsilon_of([share.release(1.0, plan.rounds)], delta)
+    say(f"noise of devices: epsilon {promised:.3g} at delta {delta:g} after all rounds, if {share.least} are honest")
+    table = describe_noise(share, plan.rounds, reports, delta)
+    holds = ", ".join(f"{lie:.0%}: {epsilon:.3g}" for lie, epsilon in table)
+    say(f"with {reports} reports in a round, of which a share adds no noise, epsilon is {holds}")
+    return {
+        "delta": delta,
+        "epsilon": promised,
+        "least": share.least,
+        "liars": {f"{lie:g}": epsilon for lie, epsilon in table},
+    }
 
 
 class _Rounds:

@@ -57,14 +57,16 @@ class ShareOfNoise(NamedTuple):
     length: int
     least: int
 
-    def release(self, rate: float, rounds: int = 1) -> Release:
+    def release(self, rate: float, rounds: int = 1, honest: float | None = None) -> Release:
         """Return what rounds with this noise release, for a ledger.
 
         Args:
           rate: the probability with which a client takes part, unseen; 1 against somebody who sees who does.
           rounds: how many.
+          honest: how many clients really add their share; `least` by default. Fewer have less noise than was promised.
         """
-        return Release(self.noise_multiplier, rate, rounds, "skellam", steps=self.steps, length=self.length)
+        multiplier = self.noise_multiplier * math.sqrt((self.least if honest is None else honest) / self.least)
+        return Release(multiplier, rate, rounds, "skellam", steps=self.steps, length=self.length)
 
 
 def share_of_noise(

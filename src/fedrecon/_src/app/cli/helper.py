@@ -59,8 +59,7 @@ def run(args: Helper) -> int:
     from fedrecon._src.deploy.node_keys import Verifier, read_registry
     from fedrecon._src.privacy.secure_sum.two_servers import Helper as Answers
     from fedrecon._src.privacy.secure_sum.two_servers import read_sum_plan
-    from fedrecon._src.storage.lock import file_lock
-    from fedrecon._src.storage.ownership import LOCK
+    from fedrecon._src.storage.ownership import LOCK, file_lock
 
     plan, address, tls = read_sum_plan(args.plan), parse_address(args.listen), None
     if args.keys is None:

@@ -47,6 +47,7 @@ class Devices:
       sign: the coordinator's private key, whose public half the helper knows; fedrecon keys --nodes makes it.
       retry: after how many seconds a device asks again, on average.
       seed: of the run.
+      delta: of the guarantee, if devices add noise.
     """
 
     run: Path | None = None
@@ -56,6 +57,7 @@ class Devices:
     sign: Path | None = None
     retry: float = 60.0
     seed: int = 0
+    delta: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +226,7 @@ def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[s
 
 def _run_devices(args: Serve) -> int:
     """Train over devices."""
-    from fedrecon._src.deploy.devices import DeviceApi, DevicePace, open_start, read_device_plan, serve_devices
+    from fedrecon._src.deploy.devices import DeviceApi, DevicePace, open_start, read_served_plan, serve_devices
     from fedrecon._src.deploy.http_client import Connection, parse_server
     from fedrecon._src.deploy.http_server import Limits, parse_address, run_service
     from fedrecon._src.deploy.node_keys import read_private_key
@@ -232,7 +234,7 @@ def _run_devices(args: Serve) -> int:
     from fedrecon._src.deploy.tokens import read_secret
     from fedrecon._src.storage.run_folder import RunFolder
 
-    devices, plan, table = args.devices, read_device_plan(args.plan), _Table(args.json)
+    devices, plan, table = args.devices, read_served_plan(args.plan), _Table(args.json)
     assert devices.run is not None  # or `rules` had refused it
     assert devices.tokens is not None
     start, address = open_start(devices.run), parse_address(args.listen)
@@ -258,6 +260,7 @@ def _run_devices(args: Serve) -> int:
                 helper,
                 pace,
                 seed=devices.seed,
+                delta=devices.delta,
                 resume=args.resume,
                 on_record=table.row,
                 say=show.remark,
