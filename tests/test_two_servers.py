@@ -222,3 +222,72 @@ def test_noise_of_a_device_is_skellam_from_fresh_entropy():
     assert first.var() == pytest.approx(9.0, rel=0.05)
     assert np.abs(np.corrcoef(first, second)[0, 1]) < 0.05
     assert (sealing.add_noise(zeros + 7, 9.0).astype(np.int32) - 7).mean() == pytest.approx(0, abs=0.1)
+
+
+# ---- who can do what: the table in docs/privacy.md ----
+
+
+def test_the_coordinator_alone_sees_random_numbers():
+    plan = plan_of(length=100_000)
+    vector = np.full(plan.length, 7, np.uint32)
+    report, again = reports_of(plan, [vector, vector])
+    masked, other = (sealing.unpack(data[RECORD:], plan.length, 32) for data in (report, again))
+    for numbers in (masked, other, masked - other):
+        assert numbers.mean() == pytest.approx(2.0**31, rel=0.02)
+        assert len(np.unique(numbers & np.uint32(255))) == 256
+    stranger = X25519PrivateKey.generate()
+    purpose = plan.purpose("run", 0, BATCH)
+    assert sealing.open_seed(stranger, stranger.public_key().public_bytes_raw(), report[:RECORD], purpose) is None
+    assert sealing.open_seed(stranger, PUBLIC, report[:RECORD], purpose) is None
+
+
+def test_the_helper_alone_sees_nothing_that_depends_on_a_vector():
+    plan, secrets = plan_of(), draw_secrets()
+    purpose = plan.purpose("run", 0, BATCH)
+    reports = [make_report(np.full(5, value), PUBLIC, purpose, 32, secrets) for value in (0, 2**31)]
+    assert reports[0][:RECORD] == reports[1][:RECORD]
+    assert reports[0][RECORD:] != reports[1][RECORD:]
+
+
+def test_both_servers_together_open_every_report():
+    plan, vector = plan_of(), np.arange(5, dtype=np.uint32)
+    (report,) = reports_of(plan, [vector])
+    seed = sealing.open_seed(KEY, PUBLIC, report[:RECORD], plan.purpose("run", 0, BATCH))
+    np.testing.assert_array_equal(sealing.unpack(report[RECORD:], 5, 32) - sealing.expand(seed, 5), vector)
+
+
+@given(place=st.integers(0, RECORD - 1), bit=st.integers(0, 7))
+def test_a_changed_id_or_seed_is_left_out_of_the_sum(place, bit):
+    """Which is what somebody on the network could change, were there no TLS; what follows them is only masked."""
+    plan = plan_of()
+    (report,) = reports_of(plan, np.ones((1, 5)))
+    changed = bytearray(report[:RECORD])
+    changed[place] ^= 1 << bit
+    seed = sealing.open_seed(KEY, PUBLIC, bytes(changed), plan.purpose("run", 0, BATCH))
+    # X25519 ignores the last bit of a public key, but the key is derived from all of it.
+    assert seed is None
+
+
+def test_a_coordinator_that_invents_devices_learns_the_one_that_it_did_not(tmp_path):
+    """What this protocol does not solve: only admission by somebody else, and noise, help."""
+    plan, vector = plan_of(least=10), np.arange(5, dtype=np.uint32)
+    reports = reports_of(plan, [vector, *np.ones((9, 5))])
+    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports))
+    np.testing.assert_array_equal(unmask(plan, reports, answer, 10)[0] - 9, vector)
+
+
+def test_a_lying_device_moves_a_sum_by_anything(tmp_path):
+    """A mask hides a vector's size, too: nobody can check that it was clipped."""
+    plan, lie = plan_of(bits=20), np.full(5, 2**19 - 1)
+    reports = reports_of(plan, [np.zeros(5), np.zeros(5), lie])
+    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports))
+    np.testing.assert_array_equal(unmask(plan, reports, answer, 3)[0], lie)
+
+
+def test_a_coordinator_that_changes_masked_vectors_spoils_the_sum_and_learns_nothing_more(tmp_path):
+    plan = plan_of()
+    reports = reports_of(plan, np.ones((3, 5)))
+    spoiled = [reports[0][:RECORD] + (9).to_bytes(4, "little") * 5, *reports[1:]]
+    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(spoiled))
+    assert answer == Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports))
+    assert (unmask(plan, spoiled, answer, 3)[0] != 3).any()
