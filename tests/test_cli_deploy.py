@@ -356,7 +356,6 @@ def test_commands_of_the_example_files_are_understood(monkeypatch):
     [
         (["serve", "bundle", "--insecure", "--devices.tokens", "t"], "--devices.run: is missing"),
         (["serve", "bundle", "--insecure", "--devices.run", "r"], "--devices.tokens: is missing"),
-        (["serve", "plan", "--insecure", "--devices.run", "r"], "needs a bundle"),
         (
             ["serve", "bundle", "--insecure", "--devices.run", "r", "--devices.tokens", "t", "--devices.helper", "h:1"],
             "needs `devices.sign`",
@@ -366,8 +365,6 @@ def test_commands_of_the_example_files_are_understood(monkeypatch):
 )
 def test_device_options_that_do_not_fit_together(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bundle").mkdir()
-    (tmp_path / "bundle" / "manifest.json").touch()
     more = ["--out", "run"] if options[0] == "serve" else []
     assert main([*options, *more]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -337,7 +337,7 @@ def test_rounds_have_the_sum_of_their_reports(plan, tmp_path):
     assert_equal(outcome.params, expected(cohorts))
     assert [(record["invited"], record["answered"], record["failed"]) for record in outcome.history] == [(4, 4, {})] * 2
     assert outcome.history[0]["bytes_received"] == 4 * plan.report_bytes
-    assert_equal(devices.open_start(tmp_path / "run").params, outcome.params)
+    assert_equal(devices.open_start(tmp_path / "run", plan).params, outcome.params)
     assert not (tmp_path / "run" / devices.SPOOL).exists()
 
 

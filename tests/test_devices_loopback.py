@@ -20,7 +20,7 @@ from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
-from fedrecon._src.deploy.devices import open_start, read_served_plan
+from fedrecon._src.deploy.devices import read_served_plan
 from fedrecon._src.deploy.tokens import issue_token, read_secret
 from fedrecon_device import Bundle
 from fedrecon_device.store import Store
@@ -38,7 +38,9 @@ def algorithm_of():
         reconstruct=descend,
         update=descend,
         server=fr.optimizers.sgd(1.0),
-        aggregate=fr.aggregators.secure(1.0, clients=50, max_weight=20, protocol="two-servers", bits=20),
+        aggregate=fr.aggregators.secure(
+            1.0, clients=50, max_weight=20, max_metric=200, protocol="two-servers", bits=20
+        ),
     )
 
 
@@ -169,7 +171,9 @@ def test_devices_train_as_the_simulator_does_through_restarts(deployment, tmp_pa
     assert all(len(set(names)) == len(names) >= 3 for names in cohorts)
     assert any(record["failed"] for record in records)
     state = algorithm.init(fr.kit.run_keys(3).init)
-    simulated = state = state._replace(method=state.method._replace(params=open_start(tmp_path / "start").params))
+    simulated = state = state._replace(
+        method=state.method._replace(params=fr.load_algorithm(tmp_path / "start").params)
+    )
     trainer = Trainer(Bundle(tmp_path / "bundle"))
     for number, names in enumerate(cohorts):
         key, message = fr.kit.round_key(3, number), algorithm.message(state)
@@ -191,7 +195,7 @@ def test_devices_train_as_the_simulator_does_through_restarts(deployment, tmp_pa
             for name in names
         ]
         simulated = fr.kit.server_update(algorithm, simulated, totals, key)
-    params = open_start(tmp_path / "run").params
+    params = fr.load_algorithm(tmp_path / "run" / "model").params
     for path, leaf in flatten(params)[0].items():
         np.testing.assert_array_equal(leaf, flatten(algorithm.params(state))[0][path])
         np.testing.assert_allclose(leaf, flatten(algorithm.params(simulated))[0][path], atol=1e-5)

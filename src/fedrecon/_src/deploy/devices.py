@@ -41,6 +41,7 @@ from fedrecon._src.algorithms.rounds import server_round, total_shapes
 from fedrecon._src.algorithms.saving import DESCRIPTION, load_algorithm, save_algorithm
 from fedrecon._src.algorithms.saving import digest as digest_of
 from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.factories import follow
 from fedrecon._src.core.keys import fresh_key, round_key, run_keys, words_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy.coordinator import ServeResult, describe_round, run_facts, timestamp
@@ -57,6 +58,7 @@ from fedrecon._src.deploy.tokens import Budgets, TokenError, device_of
 from fedrecon._src.privacy.accounting import epsilon_of
 from fedrecon._src.privacy.noise import ShareOfNoise
 from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, read_sum_plan, unmask
+from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.server.fixed_point import from_vector
 from fedrecon._src.storage.atomic import StorageError, read_bytes
 from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
@@ -331,15 +333,19 @@ class Start(NamedTuple):
     save: Callable[..., Any]
 
 
-def open_start(path: Path) -> Start:
-    """Open what `save_algorithm` wrote, or the model of a run that `serve_devices` made.
+def open_start(path: Path, plan: ServedPlan) -> Start:
+    """Open what a plan's training begins with: a run of `fedrecon train`, or what `save_algorithm` wrote.
 
     Raises:
       StorageError: there is none, or it is damaged.
     """
     folder = path if (path / DESCRIPTION).exists() else find_part(path, MODEL)
-    algorithm, params = load_algorithm(folder)
-    return Start(algorithm, params, functools.partial(save_algorithm, algorithm=algorithm, replace=True))
+    if (folder / DESCRIPTION).exists():
+        algorithm, params = load_algorithm(folder)
+        return Start(algorithm, params, functools.partial(save_algorithm, algorithm=algorithm, replace=True))
+    saved, recipe = open_model(path), json.loads(plan.content).get("aggregator")
+    algorithm = saved.trainable(plan.rounds, None if recipe is None else follow(recipe))
+    return Start(algorithm, saved.params, lambda folder, params: dataclasses.replace(saved, params=params).save(folder))
 
 
 def serve_devices(

@@ -32,15 +32,13 @@ WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
 ROUTINE = {"epoch", "expired", "no-broadcast"}
 
 
-BUNDLE = "manifest.json"  # of a bundle, not of a plan
-
-
 @dataclass(frozen=True, kw_only=True)
 class Devices:
     """Training over devices.
 
     Attributes:
-      run: the folder of the algorithm and the parameters to begin with, or of an earlier run over devices.
+      run: the folder of the run that the bundle was made of, whose parameters training begins with; or what
+        `fr.save_algorithm` wrote, or an earlier run over devices.
       tokens: the secret with which your backend issues tokens; fedrecon keys --tokens makes it.
       helper: the helper's URL, if the plan has one.
       helper_ca: the certificate of the authority that vouches for the helper.
@@ -140,14 +138,11 @@ class Serve:
         yield Rule(missing, "keys", rule)
 
     def _device_rules(self) -> Iterator[Rule]:
-        devices, trains = self.devices, (self.plan / BUNDLE).exists()
-        for name in ("run", "tokens"):
-            missing = trains and getattr(devices, name) is None
-            yield Rule(missing, f"devices.{name}", "is missing: PLAN is a bundle, and training over devices needs it")
-        yield Rule(not trains and devices != Devices(), "devices", f"needs a bundle with {BUNDLE} as PLAN")
-        yield Rule(
-            trains and bool(self.gateway or self.flower), "devices", "cannot be combined with gateways or Flower"
-        )
+        devices, trains = self.devices, self.devices.run is not None
+        yield Rule(not trains and devices != Devices(), "devices.run", "is missing: training over devices needs it")
+        yield Rule(trains and devices.tokens is None, "devices.tokens", "is missing: fedrecon keys --tokens makes it")
+        other = trains and bool(self.gateway or self.flower)
+        yield Rule(other, "devices", "cannot be combined with gateways or Flower")
         without = devices.helper is not None and (devices.sign is None or not (devices.helper_ca or self.insecure))
         yield Rule(without, "devices.helper", "needs `devices.sign` and `devices.helper_ca`")
 
@@ -159,7 +154,7 @@ def parse(argv: Sequence[str]) -> Serve:
 
 def run(args: Serve) -> int:
     """Train over nodes and print the evaluation on their held-out users; or train over devices."""
-    if (args.plan / BUNDLE).exists():
+    if args.devices.run is not None:
         return _run_devices(args)
     from fedrecon._src.app.plots import learning_curve
     from fedrecon._src.deploy.algorithm_plan import import_algorithm
@@ -237,7 +232,7 @@ def _run_devices(args: Serve) -> int:
     devices, plan, table = args.devices, read_served_plan(args.plan), _Table(args.json)
     assert devices.run is not None  # or `rules` had refused it
     assert devices.tokens is not None
-    start, address = open_start(devices.run), parse_address(args.listen)
+    start, address = open_start(devices.run, plan), parse_address(args.listen)
     pace = DevicePace(args.per_round, args.deadline, args.wait, devices.retry)
     limits = Limits(plan.report_bytes, connections=args.max_connections)
     api = DeviceApi(plan, read_secret(devices.tokens), devices.retry, limits)
