@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -119,13 +119,9 @@ class TrainOptions(TypedDict, total=False):
     progress: Progress
 
 
-class _Trained(NamedTuple):
-    saved: SavedModel[Any]
-    users: Users
-    run: Run
-
-
-def _train(task_name: str, data: Any, model: Mapping[str, Any], options: TrainOptions) -> _Trained:
+def _train(
+    task_name: str, data: Any, model: Mapping[str, Any], options: TrainOptions
+) -> tuple[SavedModel[Any], Users, Run]:
     """Divide the clients, run round zero, train, and save the model if a folder is given."""
     progress = options.get("progress", silent)
     config, task = check_config(_configure(preset_of(task_name), model, options)), TASKS[task_name]
@@ -146,7 +142,7 @@ def _train(task_name: str, data: Any, model: Mapping[str, Any], options: TrainOp
     saved = SavedModel(ready.config, run.params, ready.legend, failed)
     if "out" in options:
         saved.save(options["out"])
-    return _Trained(saved, ready.users, run)
+    return saved, ready.users, run
 
 
 def _configure(config: Config, model: Mapping[str, Any], options: TrainOptions) -> Config:

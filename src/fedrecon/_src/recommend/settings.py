@@ -6,7 +6,7 @@ Groups are plain dataclasses, quick to import. `config.check_config` validates w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -211,15 +211,7 @@ class Source:
     fractions: tuple[NonNegative, NonNegative, NonNegative] = (0.8, 0.1, 0.1)
     split_seed: Seed = 0
 
-    @property
-    def order_seed(self) -> int | None:
-        """The seed of the order of each client's examples; None if they stay as they are."""
-        return None
-
-    @property
-    def caps(self) -> tuple[int | None, int | None]:
-        """How many examples of a client are used: of every client, and of those that train."""
-        return None, None
+    caps_everyone: ClassVar[bool] = True  # whether `max_examples` limits all clients, or only those that train
 
     @property
     def plan_bounds(self) -> tuple[int, int | None]:
@@ -299,16 +291,6 @@ class Data(Source, Reading):
     shuffle_seed: Seed | None = 0
 
     @property
-    def order_seed(self) -> int | None:
-        """The seed of the order of each user's ratings."""
-        return self.shuffle_seed
-
-    @property
-    def caps(self) -> tuple[int | None, int | None]:
-        """How many ratings of a user are used."""
-        return self.max_examples, None
-
-    @property
     def plan_bounds(self) -> tuple[int, int | None]:
         """In a plan: how few ratings a user may have, and how many are used at most."""
         return self.min_ratings, self.max_examples
@@ -331,12 +313,8 @@ class ClickData(Data):
     duplicates: Literal["last", "first", "mean", "sum", "error"] = "sum"
     at_least: float | None = None
     max_examples: Annotated[int, Ge(2)] | None = 500
-    transform: Literal["none", "log1p", "auto"] = "none"
 
-    @property
-    def caps(self) -> tuple[int | None, int | None]:
-        """How many items of a user are used; only training users are capped."""
-        return None, self.max_examples
+    caps_everyone: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)

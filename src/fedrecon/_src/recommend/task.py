@@ -65,13 +65,11 @@ class Users(NamedTuple):
 
 def split_users(clients: Clients, data: Source) -> Users:
     """Split clients by their names into those that train, validate and test, in simulations and on nodes alike."""
-    if data.order_seed is not None:
-        clients = clients.shuffle(data.order_seed)
-    everyone, training = data.caps
-    if everyone is not None:
-        clients = clients.cap(everyone)
+    order, most = getattr(data, "shuffle_seed", None), getattr(data, "max_examples", None)
+    clients = clients if order is None else clients.shuffle(order)
+    clients = clients.cap(most) if most is not None and data.caps_everyone else clients
     users = Users(*clients.split_clients(*data.fractions, seed=data.split_seed))
-    return users if training is None else users._replace(train=users.train.cap(training))
+    return users if most is None else users._replace(train=users.train.cap(most))
 
 
 class Ready(NamedTuple):

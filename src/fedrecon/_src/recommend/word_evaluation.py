@@ -35,41 +35,20 @@ Predict = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 # ---- what is measured of a sentence ----
 
 
-@dataclasses.dataclass
-class Tally:
-    """Sums over the words of one person, or of several.
+# Rows of a tally, which has sums over the words of one person or of several, and what they are divided by:
+# - TOP1: hits of the most probable output where words of the vocabulary come next, and the number of these.
+# - TOP3, OWN_TOP3: words among three suggestions, and the number of words; of all words, and of those outside.
+# - LOSS: negative logarithms of probabilities, all words outside the vocabulary as one, and their number.
+# - KEYS: characters that need not be typed, and the number of all.
+TOP1, TOP3, OWN_TOP3, LOSS, KEYS = range(5)
 
-    Attributes:
-      top1: hits of the most probable output, where words of the vocabulary come next, and the number of these.
-      top3: words that are among three suggestions, and the number of words.
-      own_words: the same for words outside the vocabulary alone.
-      loss: the negative logarithms of the probabilities, all words outside the vocabulary as one, and their number.
-      keys: characters that need not be typed, and the number of all.
-    """
 
-    top1: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
-    top3: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
-    own_words: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
-    loss: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
-    keys: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
-
-    def __add__(self, other: Tally) -> Tally:
-        """Add the sums of two."""
-        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
-
-    def metrics(self) -> dict[str, float]:
-        """Return the shares, and the perplexity."""
-
-        def mean(pair: np.ndarray) -> float:
-            return float(pair[0] / pair[1]) if pair[1] else float("nan")
-
-        return {
-            "top1": mean(self.top1),
-            "top3": mean(self.top3),
-            "own_top3": mean(self.own_words),
-            "perplexity": float(np.exp(min(mean(self.loss), 700.0))),
-            "keystrokes": mean(self.keys),
-        }
+def tally_metrics(tally: np.ndarray) -> dict[str, float]:
+    """Return the shares, and the perplexity; NaN of no words."""
+    with np.errstate(invalid="ignore"):
+        means = (tally[:, 0] / tally[:, 1]).tolist()
+    shares = {"top1": means[TOP1], "top3": means[TOP3], "own_top3": means[OWN_TOP3], "keystrokes": means[KEYS]}
+    return shares | {"perplexity": float(np.exp(min(means[LOSS], 700.0)))}
 
 
 class Spelling:
@@ -88,15 +67,12 @@ class Spelling:
         return int(np.searchsorted(self._sorted, letters)), int(np.searchsorted(self._sorted, last, "right"))
 
 
-class Target(NamedTuple):
-    """What came next: its id for this person (-1 for a new word), its spelling (empty at the end of a sentence)."""
-
-    number: int
-    word: str
+# What came next: its id for this person (-1 for a new word), its spelling (empty at the end of a sentence).
+Target = tuple[int, str]
 
 
 def measure_sentence(
-    tally: Tally,
+    tally: np.ndarray,
     predicted: NextWords,
     targets: Sequence[Target],
     spelling: Spelling,
@@ -126,11 +102,11 @@ def measure_sentence(
         share = shares[number] if number >= 0 else 0.0
         outside = not 0 <= number < first_own
         mass = shares[first_own:].sum() + predicted.new[t] if outside else share
-        tally.loss += -np.log(max(mass, 1e-12)), 1
+        tally[LOSS] += -np.log(max(mass, 1e-12)), 1
         if not word:
             continue  # the end of a sentence is not suggested
         if not outside:
-            tally.top1 += share >= max(shares[1:].max(), predicted.new[t] * bucket[t]), 1
+            tally[TOP1] += share >= max(shares[1:].max(), predicted.new[t] * bucket[t]), 1
         needed = len(word)
         for typed in range(min(TYPED, len(word) - 1) + 1 if number >= 0 else 0):
             low, high = spelling.range(word[:typed]) if typed else (0, words)
@@ -141,10 +117,10 @@ def measure_sentence(
             if better < SUGGESTED:
                 hits[t], needed = typed == 0, typed
                 break
-        tally.top3 += hits[t], 1
+        tally[TOP3] += hits[t], 1
         if outside:
-            tally.own_words += hits[t], 1
-        tally.keys += len(word) - needed, len(word) + 1
+            tally[OWN_TOP3] += hits[t], 1
+        tally[KEYS] += len(word) - needed, len(word) + 1
     return hits
 
 
@@ -279,7 +255,7 @@ def measure_people(
       progress: a progress display.
     """
     spelling = Spelling(clients.vocabulary)
-    totals: dict[str, Tally] = {}
+    totals: dict[str, Any] = {}
     worse = clearly = people = repeating = 0
     with progress("measuring what people get", len(clients)) as advance:
         for support, query in _people(clients, split):
@@ -288,12 +264,12 @@ def measure_people(
                 continue
             models, learning = models_of(support.columns), PersonalWords(clients.vocabulary, biased=biased)
             tallies, change, is_repeating = _measure_person(support, query, models, learning, spelling)
-            totals = {name: totals.get(name, Tally()) + tally for name, tally in tallies.items()}
+            totals = {name: totals.get(name, 0) + tally for name, tally in tallies.items()}
             lost, won = change
             people, worse = people + 1, worse + (lost > won)
             clearly += lost - won > 2 * (lost + won) ** 0.5
             repeating += is_repeating
-    rows = {name: tally.metrics() for name, tally in totals.items()}
+    rows = {name: tally_metrics(tally) for name, tally in totals.items()}
     return PersonalResults(rows, worse / max(people, 1), clearly / max(people, 1), people, repeating)
 
 
@@ -316,7 +292,7 @@ def _measure_person(
     models: Models,
     learning: PersonalWords,
     spelling: Spelling,
-) -> tuple[dict[str, Tally], tuple[int, int], bool]:
+) -> tuple[dict[str, np.ndarray], tuple[int, int], bool]:
     """Return the person's sums, how many hits personal suggestions lost and won, and whether they repeat sentences."""
     nobody, support_sentences = PersonalWords(query.vocabulary), set()
     first_oov = query.vocabulary.first_oov
@@ -325,7 +301,7 @@ def _measure_person(
         learning.learn(words, expected_counts(probabilities, first_oov), ended=ended)
         support_sentences.add(tuple(words))
     frozen = learning.copy()
-    tallies = {name: Tally() for name in (IMPERSONAL, FROZEN, PERSONAL, *models.baselines)}
+    tallies = {name: np.zeros((5, 2)) for name in (IMPERSONAL, FROZEN, PERSONAL, *models.baselines)}
     lost = won = repeated = 0
     baseline_rows = [predict_sentences(query.columns, model) for model in models.baselines.values()]
     base = None if models.anybody is models.personal else predict_sentences(query.columns, models.personal)
@@ -361,8 +337,8 @@ def _largest_bucket(probabilities: np.ndarray, first_oov: int) -> np.ndarray:
 
 
 def _targets(person: PersonalWords, words: Sequence[str], ended: bool) -> list[Target]:
-    end = [Target(person.vocabulary.eos, "")] if ended else []
-    return [*(Target(person.id_of(word), word) for word in words), *end]
+    end = [(person.vocabulary.eos, "")] if ended else []
+    return [*((person.id_of(word), word) for word in words), *end]
 
 
 def model_predictions(algorithm: Algorithm, params: Any, local: Any) -> Predict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import io
 import time
 from collections.abc import Mapping, Sequence
@@ -247,32 +248,24 @@ def compare(
     rows = {}
     for name, settings in candidates.items():
         first = {setting: trainer.run(algorithm, seeds[0]) for setting, algorithm in settings.items()}
-        setting = min(first, key=lambda setting: _validation_loss(first[setting].run))
+        setting = min(first, key=lambda setting: _validation_loss(first[setting][0]))
         algorithm = settings[setting]
-        trainings = [first[setting], *(trainer.run(algorithm, seed) for seed in seeds[1:])]
+        later_seeds = (trainer.run(algorithm, seed) for seed in seeds[1:])
+        runs, seconds = zip(first[setting], *later_seeds, strict=True)
+        pairs = list(zip(runs, seeds, strict=True))
+        measure = functools.partial(evaluate, algorithm, split=split, layout=training.get("layout"))
         rows[name] = ComparisonRow(
             algorithm=algorithm,
             setting=setting,
-            runs=tuple(trained.run for trained in trainings),
-            unseen=tuple(
-                evaluate(algorithm, trained.run.params, unseen, split=split, seed=seed, layout=training.get("layout"))
-                for trained, seed in zip(trainings, seeds, strict=True)
-            ),
-            seen=tuple(
-                trainer.evaluate_seen(algorithm, trained.run, clients, seen, seed)
-                for trained, seed in zip(trainings, seeds, strict=True)
-                if seen is not None
-            ),
+            runs=runs,
+            unseen=tuple(measure(run.params, unseen, seed=seed) for run, seed in pairs),
+            seen=()
+            if seen is None
+            else tuple(trainer.evaluate_seen(algorithm, *pair, clients, seen) for pair in pairs),
             costs=measure_costs(algorithm, trainer.clients),
-            seconds=tuple(trained.seconds for trained in trainings),
+            seconds=seconds,
         )
     return Comparison(rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    run: Run
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +278,8 @@ class _Trainer:
     split: Split | None
     options: Mapping[str, Any]
 
-    def run(self, algorithm: Algorithm, seed: int) -> _Trained:
+    def run(self, algorithm: Algorithm, seed: int) -> tuple[Run, float]:
+        """Train; return the run and how many seconds it took."""
         options: dict[str, Any] = dict(self.options)
         if isinstance(per_round := options.get("clients_per_round"), int):
             options["clients_per_round"] = min(per_round, len(self.clients))
@@ -300,9 +294,9 @@ class _Trainer:
         run = train(algorithm, self.clients, valid=validation, seed=seed, **options)
         if run.interrupted:
             raise KeyboardInterrupt
-        return _Trained(run, time.perf_counter() - start)
+        return run, time.perf_counter() - start
 
-    def evaluate_seen(self, algorithm: Algorithm, run: Run, clients: Clients, split: Split, seed: int) -> Evaluation:
+    def evaluate_seen(self, algorithm: Algorithm, run: Run, seed: int, clients: Clients, split: Split) -> Evaluation:
         """Measure the clients that trained on their later examples."""
         layout = self.options.get("layout")
         if not keeps_local(algorithm):
