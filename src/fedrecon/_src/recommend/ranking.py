@@ -20,6 +20,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -279,8 +280,9 @@ def rank(
       >>> result.users, result.metrics["recall@1"]
       (2, 0.5)
     """
-    names = [f"recall@{k}" for k in recall_at] + [f"ndcg@{k}" for k in ndcg_at] + [f"hit@{k}" for k in hit_at]
-    values = {name: np.full(holdout.support.users, np.nan) for name in names}
+    metrics = ((recall, "recall", recall_at), (ndcg, "ndcg", ndcg_at), (hit_rate, "hit", hit_at))
+    measures = {f"{name}@{k}": functools.partial(measure, k=k) for measure, name, at in metrics for k in at}
+    values = {name: np.full(holdout.support.users, np.nan) for name in measures}
     recommended = np.zeros(num_items, bool)
     many = max(1, SCORES_AT_ONCE // num_items)
     for begin in range(0, holdout.support.users, many):
@@ -293,12 +295,8 @@ def rank(
             )
         scores[support.user, support.item] = -np.inf
         ranks = rank_hidden(scores, support, hidden)
-        for k in recall_at:
-            values[f"recall@{k}"][begin:end] = recall(ranks, k)
-        for k in ndcg_at:
-            values[f"ndcg@{k}"][begin:end] = ndcg(ranks, k)
-        for k in hit_at:
-            values[f"hit@{k}"][begin:end] = hit_rate(ranks, k)
+        for name, measure in measures.items():
+            values[name][begin:end] = measure(ranks)
         if coverage_at is not None:
             for user in np.unique(hidden.user):
                 recommended[top_items(scores[user], coverage_at)] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import optax
@@ -25,16 +26,8 @@ from fedrecon._src.simulation.evaluation import Evaluator
 
 def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
     """Return an optimizer by name; `momentum` is SGD with momentum 0.9."""
-    if name == "momentum":
-        return optax.sgd(learning_rate, momentum=0.9)
-    known = {
-        "sgd": optax.sgd,
-        "adagrad": optax.adagrad,
-        "fedadagrad": fedadagrad,
-        "adam": optax.adam,
-        "fedyogi": fedyogi,
-    }
-    return known[name](learning_rate)
+    own: dict[str, Any] = {"fedadagrad": fedadagrad, "fedyogi": fedyogi, "momentum": functools.partial(optax.sgd, momentum=0.9)}
+    return (own.get(name) or getattr(optax, name))(learning_rate)
 
 
 def build_server(settings: Server, rounds: int | None = None, relax: int = 0) -> optax.GradientTransformation:

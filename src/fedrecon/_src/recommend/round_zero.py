@@ -41,8 +41,7 @@ from fedrecon._src.recommend.estimate import (
 
 PURPOSE = "round zero"
 TRANSFORMS: tuple[Transform, ...] = ("none", "log1p")
-BIAS_PASSES, TRAIT_PASSES = 10, 5
-BOUNDED_BIAS_PASSES, BOUNDED_TRAIT_PASSES = 2, 1
+EXACT_PASSES, BOUNDED_PASSES = (10, 5), (2, 1)  # how often biases and traits are asked for
 OVERFLOW_ROOM = 4  # sums do not overflow even with this many times the clients that were announced
 ANSWER = "answer"  # the only array of a bounded answer
 POSITIVE = ("deviation", "noise", "item_variance", "user_variance", "item_bias_ridge", "user_bias_ridge")
@@ -108,17 +107,16 @@ class RoundZero:
     @property
     def questions(self) -> tuple[Question, ...]:
         """All questions, in order."""
-        biases, traits = BIAS_PASSES, TRAIT_PASSES
-        if self.noised:
-            biases, traits = BOUNDED_BIAS_PASSES, BOUNDED_TRAIT_PASSES
+        biases, traits = BOUNDED_PASSES if self.noised else EXACT_PASSES
         biases = biases if self.bias_passes is None else self.bias_passes
         traits = traits if self.trait_passes is None else self.trait_passes
         questions: list[Question] = ["moments"]
         if self.noised:
             questions = ["range", "scale"] if self.scale is None else ["scale"]
-        first: tuple[Question, ...] = ("first biases",) if biases else ()
-        repeated: tuple[Question, ...] = ("biases",) * (biases - 1) + ("traits",) * traits  # type: ignore[assignment]
-        return (*questions, *first, *repeated)
+        questions += ["first biases"] if biases else []
+        questions += ["biases"] * (biases - 1)
+        questions += ["traits"] * traits
+        return tuple(questions)
 
     @property
     def description(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from fedrecon._src.core.cohort import ABSENT, Needs, Packer, lengths_for
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.split import support_only
-from fedrecon._src.simulation.engine import compile_each, layout, put_on_devices
+from fedrecon._src.simulation.engine import Layout, compile_each, layout, put_on_devices
 
 SHORTEST = 16  # the least number of support examples that arrays have room for
 PART = 4096  # clients that are packed and run together
@@ -56,17 +56,17 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     if not isinstance(examples, Clients):
         local = reconstruct(algorithm, params, as_clients(examples), seed=seed)
         return jax.tree.map(lambda leaf: leaf[0], local)
-    compiled = _compile(algorithm)
+    compiled_layout, run = _compile(algorithm)
     check_reconstruction(algorithm, examples)
     needs = Needs(support_only(), algorithm.method.support_limit, columns=features_of(algorithm, examples))
     lengths = lengths_for(examples.max_size, needs)
     if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding
         lengths = lengths._replace(support=_round_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
-    shared = put_on_devices((params, jax.random.key(seed)), compiled.layout)
+    run_packed = functools.partial(run, put_on_devices((params, jax.random.key(seed)), compiled_layout))
     parts = [
-        _reconstruct_part(compiled, packer, examples, np.arange(begin, min(begin + PART, len(examples))), shared)
-        for begin in range(0, max(1, len(examples)), PART)
+        _reconstruct_part(run_packed, compiled_layout, packer, examples.sizes, chosen)
+        for chosen in np.split(np.arange(len(examples)), range(PART, len(examples), PART))
     ]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
@@ -78,34 +78,30 @@ def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> in
 
 
 def _reconstruct_part(
-    compiled: _Reconstruction, packer: Packer, examples: Clients, chosen: np.ndarray, shared: Any
+    run: Callable[..., Any], order_by: Layout, packer: Packer, sizes_of: np.ndarray, chosen: np.ndarray
 ) -> Any:
     """Reconstruct the local parameters of the chosen clients, in that order."""
     indices = np.full(_round_up(len(chosen), least=1), ABSENT)  # absent clients would be computed too
     indices[: len(chosen)] = chosen
     sizes = np.zeros(len(indices), np.int64)
-    sizes[: len(chosen)] = examples.sizes[chosen]
-    order = compiled.layout.arrange(indices, sizes)
-    local = compiled.run(shared, packer.pack(order))
+    sizes[: len(chosen)] = sizes_of[chosen]
+    order = order_by.arrange(indices, sizes)
+    local = run(packer.pack(order))
     back = np.empty(len(chosen), np.int64)
     back[order[order >= 0] - (chosen[0] if len(chosen) else 0)] = np.flatnonzero(order >= 0)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[back], local)
 
 
-class _Reconstruction:
-    """An algorithm's reconstruction, compiled once for every shape."""
+@functools.lru_cache(maxsize=8)
+def _compile(algorithm: Algorithm) -> tuple[Layout, Callable[..., Any]]:
+    """Return the layout of an algorithm's reconstruction, and how to run it, compiled once for every shape."""
+    chosen = layout(model=algorithm.model, alone=True)
 
-    def __init__(self, algorithm: Algorithm):
-        self.layout = layout(model=algorithm.model, alone=True)
+    def block(shared: Any, part: Any) -> Any:
+        keys = client_keys(shared[1], part.identity)
+        return algorithm.method.reconstruct(shared[0], (), part.support, keys)
 
-        def block(shared: Any, part: Any) -> Any:
-            keys = client_keys(shared[1], part.identity)
-            return algorithm.method.reconstruct(shared[0], (), part.support, keys)
-
-        self.run = compile_each(block, self.layout)
-
-
-_compile = functools.lru_cache(maxsize=8)(_Reconstruction)
+    return chosen, compile_each(block, chosen)
 
 
 def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> np.ndarray:
