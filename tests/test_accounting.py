@@ -153,7 +153,7 @@ def test_the_count_costs_as_much_as_it_gives_away():
     assert accounting.combined_noise(2.0, 5.0) == pytest.approx(0.26**-0.5)
     plain, counted = Release(2.0, 0.1, 20), Release(2.0, 0.1, 20, count_noise=1.5)
     assert epsilon_of([counted], 1e-5) > epsilon_of([plain], 1e-5)
-    with pytest.raises(ValueError, match=r"must be above 0\.5"):
+    with pytest.raises(ValueError, match=r"must be above half of 1 "):
         accounting.update_noise_for(1.0, 0.4)
 
 

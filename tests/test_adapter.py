@@ -92,8 +92,8 @@ def test_parameters_that_are_not_floats_are_frozen():
             r"'\*/gamma', which selects no parameter .*: body/bias, body/kernel",
         ),
         (lambda path, leaf: False, "`local` is <function .*, which selects no parameter"),
-        (fr.models.rows("head/kernel", [7]), r"`rows` of 'head/kernel' must be some of its rows 0 to 2; .*got \[7\]"),
-        (fr.models.rows("head/kernel", slice(None)), "for all of them, give its path itself"),
+        (fr.models.rows("head/kernel", [7]), r"`rows` of 'head/kernel' must be some, not all, of 0 to 2 \(got \[7\]"),
+        (fr.models.rows("head/kernel", slice(None)), "must be some, not all, of 0 to"),
         (["head", fr.models.rows("head/kernel", [1])], "'head/kernel' twice, whole and by rows"),
     ],
     ids=["misspelt", "misspelt leaf", "one of several", "predicate", "no such row", "all rows", "twice"],
@@ -114,7 +114,7 @@ def test_local_and_frozen_must_not_overlap():
 
 
 def test_rows_cannot_be_frozen():
-    with pytest.raises(ValueError, match="`frozen` selects rows of 'body/kernel'; it can only select whole parameters"):
+    with pytest.raises(ValueError, match="`frozen` selects rows of 'body/kernel'; select whole parameters"):
         function_model(frozen=fr.models.rows("body/kernel", [1]))
 
 
@@ -166,13 +166,11 @@ def test_several_features_feed_several_arguments(inputs):
 def test_a_feature_that_a_batch_lacks_is_named():
     model = function_model(inputs="image")
     params = model.init_global(KEY), model.init_local(KEY)
-    with pytest.raises(
-        ValueError, match=r"`inputs` names the feature 'image' \(did you mean 'images'\?\); a batch has"
-    ):
+    with pytest.raises(ValueError, match=r"`inputs` names 'image' \(did you mean 'images'\?\); a batch has"):
         model.predict(*params, {"images": jnp.ones((2, 4))})
-    with pytest.raises(ValueError, match="`label` names the feature 'label'; a batch has: image"):
+    with pytest.raises(ValueError, match="`label` names 'label'; a batch has: image"):
         model.loss(jnp.zeros((2, 2)), {"image": jnp.ones((2, 4))})
-    with pytest.raises(ValueError, match="`inputs` names the feature 'image'"):
+    with pytest.raises(ValueError, match="`inputs` names 'image'"):
         fr.train(
             fr.federated_reconstruction(model, reconstruct=descend(1), update=descend(1), server=optax.sgd(1.0)),
             xy(([1], [2])),
@@ -236,7 +234,7 @@ def test_functions_may_take_the_whole_batch():
     [
         (
             lambda p, y: jnp.mean((p[:, 0] - y) ** 2),
-            r"`loss` returned shape \(\) for 2 examples; return one value for every",
+            r"`loss` returned shape \(\) for 2 examples; return values, not a mean",
         ),
         (lambda p, y: jnp.zeros((3, 2)), r"`loss` returned shape \(3, 2\) for 2 examples"),
         ("mse", r"predictions have shape \(2, 3\) and labels \(2,\)"),
@@ -254,7 +252,7 @@ def test_an_unknown_loss_or_metric_is_named_with_what_was_meant():
         make_loss("crossentropy", "y", None)
     with pytest.raises(ValueError, match=r"`metrics` is 'acuracy' \(did you mean 'accuracy'\?\)"):
         make_metrics(["acuracy"], "y", None)
-    with pytest.raises(ValueError, match="`metrics` is 3; give one of"):
+    with pytest.raises(ValueError, match="`metrics` is 3; give a function, or one of"):
         make_metrics([3], "y", None)
 
 
@@ -571,7 +569,7 @@ def test_recommendations_come_from_a_model_with_one_output_too():
 
 
 def test_a_table_of_clients_refuses_statistics_and_passes_keys_on():
-    with pytest.raises(ValueError, match="which a model with batch statistics cannot"):
+    with pytest.raises(ValueError, match="cannot have batch statistics"):
         fr.models.client_table(centred_model("local"), 3)
     model = fr.models.client_table(noisy_model(), 2)
     params = {"shared": {"w": jnp.float32(1)}, "locals": {"b": jnp.zeros(2)}}

@@ -187,7 +187,7 @@ def test_least_squares_refuses_to_solve_for_too_much():
         predict=lambda g, local, batch: g["w"] * batch["x"] + local["b"].sum(),
         loss=squared_error,
     )
-    with pytest.raises(ValueError, match=f"at most {MOST_SOLVED_FOR} local parameters"):
+    with pytest.raises(ValueError, match=f"at most {MOST_SOLVED_FOR} parameters"):
         fr.reconstruct(solving(model, fr.least_squares(1.0)), {"w": np.float32(0)}, {"x": np.ones(1), "y": np.ones(1)})
 
 

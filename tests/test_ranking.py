@@ -152,7 +152,7 @@ def test_ease_minimises_its_loss_under_a_zero_diagonal():
 
 
 def test_scores_of_another_shape_are_an_error():
-    with pytest.raises(ValueError, match=r"shape \(1, 3\) and no NaN"):
+    with pytest.raises(ValueError, match=r"shape \(1, 3\), without NaN"):
         ranking.rank(lambda known: np.zeros((1, 2)), Holdout(sets([0]), sets([1])), 3)
 
 

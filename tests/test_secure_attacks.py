@@ -76,7 +76,7 @@ def test_a_server_cannot_lower_the_threshold_after_clients_agreed():
     state, _ = ss.advertise(weaker, 0, least=0, entropy=ss.seeded(1))
     with pytest.raises(ss.MessageError, match="from another session, round or group"):
         ss.share(state, host.rosters[0])
-    with pytest.raises(ss.Refusal, match="takes part in sums of 4 or more; these terms allow a sum of 3"):
+    with pytest.raises(ss.Refusal, match="takes part in sums of 4 or more; the terms allow 3"):
         ss.advertise(weaker, 0, least=4)
 
 

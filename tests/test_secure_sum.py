@@ -255,7 +255,7 @@ def test_secrets_are_put_together_as_the_library_does(data):
 
 
 def test_a_client_refuses_terms_below_its_least_size():
-    with pytest.raises(ss.Refusal, match=r"client 4 takes part in sums of 10 or more; these terms allow a sum of 3"):
+    with pytest.raises(ss.Refusal, match=r"client 4 takes part in sums of 10 or more; the terms allow 3"):
         ss.advertise(ss.plan(5, 2), 4, least=10)
 
 
@@ -289,7 +289,7 @@ def test_a_client_refuses_a_roster_without_it_or_with_one_key_twice():
 def test_a_client_refuses_when_too_few_of_its_circle_shared():
     host = Host(clients=5, threshold=4).introduce().share()
     sealed = {k: sum_messages.read_entries("shares", host.shares[k], host.terms, k)[0] for k in (1, 2)}
-    with pytest.raises(ss.Refusal, match="3 clients of this client's circle shared, and the threshold is 4"):
+    with pytest.raises(ss.Refusal, match="3 of this circle shared, below the threshold 4"):
         ss.mask(host.state[0], sum_messages.write_entries("delivery", host.terms, 0, sealed), host.vectors[0])
 
 

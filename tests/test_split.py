@@ -201,5 +201,5 @@ def test_a_redrawn_split_has_a_name():
 
 
 def test_a_split_by_time_cannot_be_redrawn():
-    with pytest.raises(ValueError, match="sorts examples by 'time', so they cannot be shuffled too"):
+    with pytest.raises(ValueError, match="sorts examples by 'time', and cannot shuffle them"):
         fr.split.redrawn(fr.split.half(by="time"))

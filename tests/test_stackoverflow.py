@@ -128,9 +128,9 @@ def test_the_vocabulary_file_gives_the_words_in_its_order(database, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("the 5\nfour\n", "line 2: 'four' must be a word that is not listed yet and its count"),
-        ("the 5\na b\n", "line 2: 'a b' must be a word"),
-        ("the 5\nthe 4\n", "line 2: 'the 4' must be a word that is not listed yet"),
+        ("the 5\nfour\n", "line 2: 'four' must be a new word and its count"),
+        ("the 5\na b\n", "line 2: 'a b' must be a new word"),
+        ("the 5\nthe 4\n", "line 2: 'the 4' must be a new word"),
         ("", "is empty; expected a word and its count on each line"),
         (b"BZh9\xff\xfe", "is not utf-8 text"),
         (None, "cannot read"),
@@ -186,7 +186,7 @@ BAD = [
         example({"creation_date": [b"2010-01-08 09:34:05 UTC"], "tokens": [b"caf\xe9"]}),
         "'utf-8' codec can't decode byte",
     ),
-    ("text", "does not fit in a message of 4"),
+    ("text", "does not fit in 4"),
 ]
 
 

@@ -372,7 +372,7 @@ def test_wrong_arguments_are_refused_before_anything_is_read(write):
             prepare(path, **wrong)
     with pytest.raises(DataError, match="missing is not a file"):
         prepare_text(path.parent / "missing", path.parent / "corpus")
-    with pytest.raises(DataError, match="none of its 2 clients is in train: there are no words to count"):
+    with pytest.raises(DataError, match="none of its 2 clients is in train: no words to count"):
         prepare(write(POSTS, "good"), fractions=(0, 0.5, 0.5))
 
 

@@ -156,9 +156,7 @@ def _describe(algorithm: Algorithm) -> dict[str, Any]:
     """Return what is saved of an algorithm besides its parameters, as a JSON value."""
     model = algorithm.model
     if model.lookups == AUTO:
-        raise ValueError(
-            "the model's lookups are not decided yet: call fr.kit.decide_lookups(algorithm, clients) first"
-        )
+        raise ValueError("the lookups are not decided yet: call fr.kit.decide_lookups(algorithm, clients) first")
     why = None
     try:
         recipe = recipe_of(algorithm, "the algorithm")
@@ -178,6 +176,4 @@ def _check_shapes(folder: Path, algorithm: Algorithm, params: Params) -> None:
     wrong = sorted(set(expected) ^ set(actual))
     wrong += [path for path in expected if path in actual and expected[path].shape != np.shape(actual[path])]
     if wrong:
-        raise ValueError(
-            f"`params` must have the names and shapes of the model's parameters (got a different {wrong[0]!r})"
-        )
+        raise ValueError(f"`params` must have the names and shapes of the model's (got a different {wrong[0]!r})")

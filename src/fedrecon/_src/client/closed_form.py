@@ -119,8 +119,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
             start, restore = ravel_pytree(params)
             if start.size > MOST_SOLVED_FOR:
                 raise ValueError(
-                    f"least squares solves for at most {MOST_SOLVED_FOR} local parameters (got {start.size}); "
-                    "use gradient_descent"
+                    f"least squares needs at most {MOST_SOLVED_FOR} parameters (got {start.size}); use gradient_descent"
                 )
 
             def predict(vector: Array) -> Array:

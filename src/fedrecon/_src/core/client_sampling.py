@@ -53,8 +53,7 @@ class Sampling:
         check_number("drop_out", self.drop_out, most=1, below=True)
         if self.poisson and (self.apart is not None or self.oversample != 1):
             raise ValueError(
-                "`poisson` cannot be combined with `apart` or `oversample` "
-                f"(got apart={self.apart}, oversample={self.oversample})"
+                f"`poisson` cannot be combined with `apart` or `oversample` (got {self.apart}, {self.oversample})"
             )
 
     def cohort_size(self, population: int) -> int:

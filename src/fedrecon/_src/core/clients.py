@@ -74,9 +74,7 @@ class Clients:
     def __post_init__(self) -> None:
         """Check that columns, ranges and names fit together."""
         if self.starts is None or self.ends is None:
-            raise TypeError(
-                "`starts` and `ends` are missing; group rows with Clients.from_columns(columns, client=...)"
-            )
+            raise TypeError("`starts` and `ends` are missing; use Clients.from_columns(columns, client=...)")
         starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
         object.__setattr__(self, "columns", {name: _plain(name, values) for name, values in self.columns.items()})
         object.__setattr__(self, "starts", starts)
@@ -461,9 +459,7 @@ def _plain(name: str, values: Any) -> np.ndarray:
     """Return values as an array that can be mapped from disk: no Python objects, at least one dimension."""
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
     if array.dtype.hasobject or array.dtype.kind == "T":
-        raise TypeError(
-            f"column {name!r} must be numbers or fixed-width text, not Python objects; convert it with astype(str)."
-        )
+        raise TypeError(f"column {name!r} must be numbers or fixed-width text, not objects; use astype(str).")
     if array.ndim == 0:
         raise ValueError(f"column {name!r} is a single value: expected one entry per example.")
     return array

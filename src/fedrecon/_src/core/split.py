@@ -132,9 +132,7 @@ def redrawn(split: Split) -> Split:
       True
     """
     if split.by is not None:
-        raise ValueError(
-            f"`split` sorts examples by {split.by!r}, so they cannot be shuffled too; use one without `by`"
-        )
+        raise ValueError(f"`split` sorts examples by {split.by!r}, and cannot shuffle them; use one without `by`")
     return split._replace(redrawn=True)
 
 

@@ -77,9 +77,7 @@ def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
     expected = {path or "value": leaf for path, leaf in leaves.items()}
     if set(arrays) != set(expected):
         odd = sorted(set(arrays) ^ set(expected))[0]
-        raise WireError(
-            f"the message has {len(arrays)} arrays, not the {len(expected)} expected; {odd!r} is only in one of them"
-        )
+        raise WireError(f"the message has {len(arrays)} arrays, not {len(expected)}; only one side has {odd!r}")
     free = _free_dimensions(like)
     for name, leaf in expected.items():
         _check_array(name, arrays[name], leaf, free.get(name, 0))

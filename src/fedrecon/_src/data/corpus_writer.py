@@ -147,9 +147,7 @@ def _write_arrays(
     clients = sorted(store.sizes)
     split_of = _divide(clients, settings)
     if not (split_of == 0).any():
-        raise DataError(
-            f"{source}: none of its {len(clients)} clients is in {settings.splits[0]}: there are no words to count."
-        )
+        raise DataError(f"{source}: none of its {len(clients)} clients is in {settings.splits[0]}: no words to count.")
     batch_size = settings.words_in_memory * CHARACTERS_PER_WORD
     is_train = dict(zip(clients, (split_of == 0).tolist(), strict=True))
     train_words = store.count_words(is_train, batch_size, progress)

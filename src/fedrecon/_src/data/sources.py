@@ -192,9 +192,7 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes] | None]:
             entries = (entry for entry in archive.infolist() if entry.filename.rsplit("/", 1)[-1] == name)
             file = stack.enter_context(archive.open(entry)) if (entry := next(entries, None)) else None
         except UNPACKING as problem:
-            raise UnpackingError(
-                f"{path} cannot be unpacked: {problem}. Get it again, or unpack it yourself."
-            ) from None
+            raise UnpackingError(f"{path} cannot be unpacked: {problem}. Get it again or unpack it.") from None
         source = f"{path}: {name}"
         yield file and io.BufferedReader(Reader(file, source, path.stat().st_size), BUFFER)
 

@@ -118,9 +118,7 @@ def read_word_count(path: str | Path, limit: int = KEPT_WORDS) -> list[str]:
         for number, line in enumerate(itertools.takewhile(lambda _: len(words) < limit, lines), 1):
             word, *count = line.split() or [""]
             if len(count) != 1 or not count[0].isdigit() or word in words:
-                raise DataError(
-                    f"{path} line {number}: {line[:50]!r} must be a word that is not listed yet and its count."
-                )
+                raise DataError(f"{path} line {number}: {line[:50]!r} must be a new word and its count.")
             words[word] = None
     if not words:
         raise DataError(f"{path} is empty; expected a word and its count on each line.")
@@ -274,9 +272,7 @@ def _read_fields(message: bytes, number: int) -> list[bytes]:
             value, position = _read_varint(message, position)
             size = value if kind == BYTES else 0
         if tag >> 3 == 0 or position + size > end:
-            raise ValueError(
-                f"a field of type {kind} and {size} bytes at byte {position} does not fit in a message of {end}"
-            )
+            raise ValueError(f"a field of type {kind} and {size} bytes at byte {position} does not fit in {end}")
         if tag >> 3 == number and kind == BYTES:
             contents.append(message[position : position + size])
         position += size

@@ -209,9 +209,7 @@ class TextTable:
         quoting: bool = True,
     ) -> None:
         if delimiter is not None and (not delimiter or set(delimiter) & set('\r\n\0"')):
-            raise DataError(
-                f"`delimiter` must be characters that are neither quotes nor line ends (got {delimiter!r})."
-            )
+            raise DataError(f"`delimiter` must be neither quotes nor line ends (got {delimiter!r}).")
         check_number("skip_lines", skip_lines)
         self.source, self.typed = source, False
         self._chunks = _Chunks(read_text(stream, source, encoding))
@@ -223,9 +221,7 @@ class TextTable:
         chunk = chunk[re.match(r"(?:[^\S\n]*\n)*", chunk).end() :]  # type: ignore[union-attr]
         first = chunk[: chunk.index("\n")]
         if _is_json_object(first):
-            raise JsonLinesError(
-                f"{source} holds JSON objects; expected rows of user, item and rating, as in a CSV file"
-            )
+            raise JsonLinesError(f"{source} holds JSON objects; expected rows of user, item and rating")
         self._set_delimiter(delimiter or _find_delimiter(first, source), quoting)
         chunk = self._chunks.convert(chunk)
         fields = self._split(chunk[: chunk.index("\n")])

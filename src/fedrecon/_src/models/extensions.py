@@ -154,10 +154,7 @@ def client_table(model: Model, num_clients: int, *, feature: str = "client") -> 
         return {"shared": model.init_global(shared_key), "locals": locals_}
 
     if model.state is not None:
-        raise ValueError(
-            "`client_table` predicts one example at a time, which a model with batch statistics cannot; "
-            "make the model with state='frozen'"
-        )
+        raise ValueError("`client_table` cannot have batch statistics; make the model with state='frozen'")
 
     def predict_examples(params: Params, batch: Batch, step: Step | None) -> Any:
         local_rows = jax.tree.map(lambda table: table[batch[feature]], params["locals"], is_leaf=_is_table)

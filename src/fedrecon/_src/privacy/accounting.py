@@ -72,9 +72,7 @@ class Release(NamedTuple):
         check_number("rate", self.rate, most=1, above=True)
         check_number("rounds", self.rounds, most=MOST_ROUNDS)
         if self.apart is not None and (self.apart < 1 or self.rate < 1):
-            raise ValueError(
-                f"`apart` must be at least 1 and needs `rate` 1 (got apart={self.apart}, rate={self.rate})"
-            )
+            raise ValueError(f"`apart` must be at least 1, with `rate` 1 (got apart={self.apart}, rate={self.rate})")
         check_choice("mechanism", self.mechanism, ("gaussian", "skellam"))
         if self.mechanism == "skellam" and (not self.steps or not self.length):
             raise ValueError("Skellam noise needs `steps` and `length`")
@@ -200,9 +198,7 @@ def noise_for(
     check_number("rounds", rounds, least=1, most=MOST_ROUNDS)
     spent = epsilon_of(before, chosen)
     if spent >= epsilon:
-        raise ValueError(
-            f"`epsilon` must be above {spent:.3g}, which is spent before the first round (got {epsilon:g})"
-        )
+        raise ValueError(f"`epsilon` must be above {spent:.3g}, spent before the first round (got {epsilon:g})")
 
     def excess(noise: float) -> float:
         now = Release(noise, rate, rounds) if release is None else release(noise)
@@ -229,9 +225,7 @@ def _least(excess: Callable[[float], float], guess: float, epsilon: float) -> fl
     while excess(high) > 0:
         high *= 1.5
         if high > 1e6:
-            raise ValueError(
-                f"no amount of noise gives epsilon {epsilon:.3g}; allow a larger epsilon, or use fewer rounds"
-            )
+            raise ValueError(f"no amount of noise gives epsilon {epsilon:.3g}; use a larger epsilon or fewer rounds")
     low = 0.7 * high
     while excess(low) <= 0:
         low, high = 0.7 * low, low
@@ -264,9 +258,7 @@ def update_noise_for(noise_multiplier: float, count_noise: float) -> float:
       count_noise: standard deviation of the noise in the count; a twentieth of the clients in a round is usual.
     """
     if not 2 * count_noise > noise_multiplier:
-        raise ValueError(
-            f"`count_noise` must be above {noise_multiplier / 2:.3g}, half of `noise_multiplier` (got {count_noise:g})"
-        )
+        raise ValueError(f"`count_noise` must be above half of {noise_multiplier:g} (got {count_noise:g})")
     return (noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5
 
 

@@ -171,9 +171,7 @@ class Canaries:
           seed: of the audit.
         """
         if not 20 <= count <= length:
-            raise ValueError(
-                f"the number of canaries must be from 20 to {length}, the length of an upload (got {count})"
-            )
+            raise ValueError(f"`canaries` must be from 20 to {length}, the length of an upload (got {count})")
         rng = np.random.default_rng(seed)
         entries = length // count  # of each canary
         self._length = length

@@ -421,9 +421,7 @@ def leakage(
         raise ValueError(f"`clients` and `most` must be at least 2 (got {len(clients)} clients, most={most})")
     algorithm = decide_lookups(algorithm, clients)
     if algorithm.method.init_client is not None:
-        raise ValueError(
-            "`leakage` attacks only methods without client state, but clients of this method keep state between rounds"
-        )
+        raise ValueError("`leakage` attacks only methods without client state, and this one has some")
     people = clients.take(np.arange(min(len(clients), most)))
     message = algorithm.message(with_params(algorithm.init(jax.random.key(seed)), params))
     victims, _ = observe(algorithm, message, people, round_key(seed, 0), rating=rating)

@@ -106,7 +106,7 @@ def share_of_noise(
             return ShareOfNoise(trial._replace(headroom=headroom), variance, noise_multiplier, steps, length, least)
         if step > clip:
             raise ValueError(
-                f"{bits} bits cannot hold the sum of {clients} clients and their noise; use more bits, or less noise"
+                f"{bits} bits cannot hold the sum of {clients} clients with noise; use more bits or less noise"
             )
         step *= 2
 

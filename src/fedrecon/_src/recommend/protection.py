@@ -103,9 +103,7 @@ def _per_round(config: Config, clients: int) -> int:
     sampling = config.sampling
     most = clients // (sampling.apart or 1)
     if most < 1:
-        raise ValueError(
-            f"`correlated` must be at most the number of clients (got {sampling.apart}, {clients} clients)"
-        )
+        raise ValueError(f"`correlated` must be at most {clients}, the number of clients (got {sampling.apart})")
     return min(sampling.cohort_size(clients), most)
 
 

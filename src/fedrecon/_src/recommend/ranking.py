@@ -207,9 +207,7 @@ def recommend_items(
     """
     exclude = np.asarray(exclude, np.int64)
     if exclude.size and not (exclude.min() >= 0 and exclude.max() < num_items):
-        raise ValueError(
-            f"`exclude` must hold items from 0 to {num_items - 1} (got {exclude.min()} to {exclude.max()})"
-        )
+        raise ValueError(f"`exclude` must be items from 0 to {num_items - 1} (got {exclude.min()} to {exclude.max()})")
     scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
     if scores.size != num_items:
         raise ValueError(f"predictions for {num_items} items must have shape ({num_items},) (got {scores.shape})")
@@ -290,9 +288,7 @@ def rank(
         support, hidden = (part.rows(begin, end) for part in holdout)
         scores = np.array(score(support), np.float64)
         if scores.shape != (end - begin, num_items) or np.isnan(scores).any():
-            raise ValueError(
-                f"scores must have shape ({end - begin}, {num_items}) and no NaN (got shape {scores.shape})"
-            )
+            raise ValueError(f"scores must have shape ({end - begin}, {num_items}), without NaN (got {scores.shape})")
         scores[support.user, support.item] = -np.inf
         ranks = rank_hidden(scores, support, hidden)
         for name, measure in measures.items():

@@ -26,8 +26,12 @@ from fedrecon._src.simulation.evaluation import Evaluator
 
 def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
     """Return an optimizer by name; `momentum` is SGD with momentum 0.9."""
-    own: dict[str, Any] = {"fedadagrad": fedadagrad, "fedyogi": fedyogi, "momentum": functools.partial(optax.sgd, momentum=0.9)}
-    return (own.get(name) or getattr(optax, name))(learning_rate)
+    makers: dict[str, Any] = {
+        "fedadagrad": fedadagrad,
+        "fedyogi": fedyogi,
+        "momentum": functools.partial(optax.sgd, momentum=0.9),
+    }
+    return (makers.get(name) or getattr(optax, name))(learning_rate)
 
 
 def build_server(settings: Server, rounds: int | None = None, relax: int = 0) -> optax.GradientTransformation:

@@ -98,9 +98,7 @@ def secure(  # noqa: PLR0913 (keywords, of which a call names a few)
     ring = RingSum(protocol, bits)
     if noise_multiplier is not None:
         if per_round is None or least is None:
-            raise ValueError(
-                "`noise_multiplier` needs `per_round` and `least`, the mean and the least number of clients"
-            )
+            raise ValueError("`noise_multiplier` needs `per_round` and `least`, the mean and least number of clients")
         sized = functools.partial(
             _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least, bits=bits
         )

@@ -401,6 +401,4 @@ def _check_disjoint(clients: Clients, held_out: Clients, argument: str) -> None:
     if clients.names is not None and held_out.names is not None:
         both |= np.intersect1d(clients.names, held_out.names).size > 0
     if both:
-        raise ValueError(
-            f"`{argument}` must not contain training clients; divide the clients with `split_clients` first"
-        )
+        raise ValueError(f"`{argument}` must not contain training clients; divide clients with `split_clients`")

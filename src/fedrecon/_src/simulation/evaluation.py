@@ -197,10 +197,7 @@ class Evaluator:
           progress: a progress display.
         """
         if self.protocol == "standard" and self._has_local and not jax.tree.leaves(client_state):
-            raise ValueError(
-                "protocol 'standard' measures local parameters from training: pass them as `client_state`, or use "
-                "protocol='recon'"
-            )
+            raise ValueError("`client_state` is missing: 'standard' measures local parameters from training")
         shared = put_on_devices((params, self._key), self._layout)
         totals = np.zeros((len(self.clients), len(evaluated_names(self.algorithm.model)), 2), np.float64)
         with progress("evaluating", len(self.clients)) as advance:

@@ -432,9 +432,7 @@ class _Stopper:
 
     def __init__(self, settings: EarlyStopping | None, loop: _Loop):
         if settings is not None and jax.tree.leaves(loop.now.client_state):
-            raise ValueError(
-                "`early_stopping` restores global parameters only, so it cannot be used if clients keep state"
-            )
+            raise ValueError("`early_stopping` restores global parameters only: it needs clients that keep no state")
         self.settings, self.rounds = settings, () if settings is None else settings.rounds
         self.best: _Best | None = None
         fallback = None if settings is None else settings.fallback

@@ -67,9 +67,7 @@ def run(args: Evaluate) -> int:
     file = files.pop(task.name)
     for other, path in files.items():
         if path is not None:
-            raise options.UsageError(
-                f"{args.run} was trained on {task.name}: give other {task.people} with --{task.name}, not --{other}"
-            )
+            raise options.UsageError(f"{args.run} was trained on {task.name}: give --{task.name}, not --{other}")
     if file is None:
         config, users = users_of_run(args.run, bars)
         title, part = f"{args.split} {task.people} of {args.run}", args.split

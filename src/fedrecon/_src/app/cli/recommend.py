@@ -71,9 +71,7 @@ def run(args: Recommend) -> int:
     files = {"ratings": args.ratings, "clicks": args.clicks}
     file = files.pop(model.task.name)
     if file is None or any(files.values()):
-        raise options.UsageError(
-            f"{args.run} was trained on {model.task.name}: give the users' own with --{model.task.name} FILE"
-        )
+        raise options.UsageError(f"{args.run} was trained on {model.task.name}: give --{model.task.name} FILE")
     if args.titles is not None:
         model = dataclasses.replace(model, legend=with_titles(model.legend, args.titles))
     config, reading = with_columns(model.config, args.run, args.data)

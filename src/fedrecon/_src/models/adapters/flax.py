@@ -176,9 +176,7 @@ def _nnx(module: Any) -> Network:
     nnx = require("flax.nnx")
     instance = module if isinstance(module, nnx.Module) else None
     if instance is None and not callable(module):
-        raise TypeError(
-            f"`module` must be a Flax module, or a function from nnx.Rngs to an NNX module (got {module!r})"
-        )
+        raise TypeError(f"`module` must be a Flax module, or a function of nnx.Rngs that makes one (got {module!r})")
 
     def make(key: Array) -> Any:
         return module(nnx.Rngs(key)) if instance is None else instance

@@ -78,9 +78,7 @@ def feature(batch: Batch, name: str, argument: str) -> Array:
       argument: the argument that named it.
     """
     if name not in batch:
-        raise ValueError(
-            f"`{argument}` names the feature {name!r}{near_miss(name, batch)}; a batch has: {', '.join(batch)}"
-        )
+        raise ValueError(f"`{argument}` names {name!r}{near_miss(name, batch)}; a batch has: {', '.join(batch)}")
     return batch[name]
 
 
@@ -120,10 +118,7 @@ def _values(which: Any, argument: str, choices: Mapping[str, Values]) -> Values:
         return which
     if which not in choices:
         hint = near_miss(which, choices) if isinstance(which, str) else ""
-        raise ValueError(
-            f"`{argument}` is {which!r}{hint}; give one of {', '.join(choices)}, "
-            "or a function of predictions and labels"
-        )
+        raise ValueError(f"`{argument}` is {which!r}{hint}; give a function, or one of {', '.join(choices)}")
     return choices[which]
 
 
@@ -139,10 +134,7 @@ def _weighted(values: Values, name: str, label: str | None, weight: str | None) 
             return result
         shape = jnp.shape(result)
         if shape[:1] != (examples,):
-            raise ValueError(
-                f"`{name}` returned shape {shape} for {examples} examples; return one value for every example "
-                f"({examples}, ...) and do not take the mean"
-            )
+            raise ValueError(f"`{name}` returned shape {shape} for {examples} examples; return values, not a mean")
         weights = jnp.ones(shape) if weight is None else feature(batch, weight, "weight")
         if jnp.shape(weights) != shape:
             weights = jnp.broadcast_to(jnp.reshape(weights, weights.shape + (1,) * (len(shape) - weights.ndim)), shape)

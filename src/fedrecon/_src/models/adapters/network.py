@@ -176,9 +176,7 @@ class _Parts:
     def __init__(self, network: Network, shapes: Arrays, local: Any, frozen: Any):
         chosen = select(frozen, "frozen", shapes, network.locate)
         if chosen.rows:
-            raise ValueError(
-                f"`frozen` selects rows of {next(iter(chosen.rows))!r}; it can only select whole parameters"
-            )
+            raise ValueError(f"`frozen` selects rows of {next(iter(chosen.rows))!r}; select whole parameters")
         self.frozen = set(chosen.whole)
         self.frozen |= {path for path, leaf in shapes.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
         self._whole, self._rows = select(local, "local", shapes, network.locate)
@@ -400,10 +398,7 @@ def _row_numbers(path: str, leaf: Any, ids: Any) -> np.ndarray:
     size = leaf.shape[0] if leaf.shape else 0
     numbers = np.arange(size)[ids] if isinstance(ids, slice) else np.unique(np.asarray(ids, np.int64))
     if numbers.ndim != 1 or not 0 < numbers.size < size or numbers.min() < 0 or numbers.max() >= size:
-        raise ValueError(
-            f"`rows` of {path!r} must be some of its rows 0 to {size - 1}; for all of them, give its path itself "
-            f"(got {ids!r})"
-        )
+        raise ValueError(f"`rows` of {path!r} must be some, not all, of 0 to {size - 1} (got {ids!r})")
     return np.sort(numbers)
 
 

@@ -58,9 +58,7 @@ def advertise(
     if not 0 <= me < 2**64:
         raise SecureSumError(f"`me` must be from 0 to 2**64 - 1 (got {me})")
     if terms.threshold < least:
-        raise Refusal(
-            f"client {me} takes part in sums of {least} or more; these terms allow a sum of {terms.threshold}"
-        )
+        raise Refusal(f"client {me} takes part in sums of {least} or more; the terms allow {terms.threshold}")
     seed, root, cipher = entropy.draw(SECRET), entropy.draw(SECRET), entropy.draw(32)
     digest = terms.digest()
     hello = sum_messages.write_hello(
@@ -126,10 +124,7 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
             raise MessageError(f"the shares of client {other} are damaged, or for another client")
         held[other] = (both[:SECRET], both[SECRET:])
     if len(held) < terms.threshold:
-        raise Refusal(
-            f"{len(held)} clients of this client's circle shared, and the threshold is {terms.threshold}: "
-            "it sends nothing"
-        )
+        raise Refusal(f"{len(held)} of this circle shared, below the threshold {terms.threshold}: nothing is sent")
     masked = vector.copy()
     add_mask(masked, primitives.derive(state.seed, digest, b"own mask", me))
     private = primitives.mask_private(state.root, digest, me)

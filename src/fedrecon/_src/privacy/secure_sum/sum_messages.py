@@ -89,9 +89,7 @@ class _Reader:
         """Read a count and that many records of one size, which must be all that is left."""
         number = self.count()
         if len(self._left) != number * size:
-            raise MessageError(
-                f"a {self._kind} message announces {number} entries of {size} bytes and has {len(self._left)} bytes"
-            )
+            raise MessageError(f"a {self._kind} message of {number} entries of {size} bytes has {len(self._left)}")
         return [self.take(size) for _ in range(number)]
 
     def end(self) -> None:

@@ -105,9 +105,7 @@ def divide_corpus(config: TextConfig, corpus: Corpus, progress: Progress) -> Use
         divided = (corpus.train, corpus.valid, corpus.test)
     parts = [part.at_least(config.data.min_sentences) for part in divided]
     if not len(parts[0]):
-        raise DataError(
-            f"{config.data.source} has no training client with {config.data.min_sentences} sentences or more."
-        )
+        raise DataError(f"{config.data.source} has no training client with {config.data.min_sentences} sentences.")
     vocabulary = vocabulary_of(config, corpus)
     return Users(
         *(
