@@ -7,6 +7,7 @@ Sizes are exact. Times depend on the machine. If Chromium or playwright is missi
 
 import argparse
 import dataclasses
+import gzip
 import json
 import shutil
 import subprocess
@@ -20,12 +21,13 @@ import jax
 import numpy as np
 
 from fedrecon._src.app.cli.demo import SETTINGS
-from fedrecon._src.device.model_bundle import bundle_model
-from fedrecon._src.recommend.config import DEFAULT, Factorization, RatingsConfig, Reconstruct, Scale
+from fedrecon._src.device.model_bundle import DeviceTraining, bundle_model
+from fedrecon._src.recommend.config import DEFAULT, Factorization, RatingsConfig, Reconstruct, Scale, Update
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
 from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon.data import unique_labels
+from fedrecon.device import DevicePlan
 from fedrecon.models import ranking_params
 from fedrecon_device import Bundle
 from fedrecon_device.bundle import ITEMS, TABLES
@@ -43,6 +45,20 @@ def of_defaults(num_items, titles):
     shapes = jax.eval_shape(RATINGS.build_model(config, items).init_global, jax.random.key(0))
     params = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     return SavedModel(config, params, items)
+
+
+def of_the_paper(num_items, titles):
+    """The paper's model: embeddings alone, SGD in reconstruction and update."""
+    saved = untrained(num_items, 50, titles=titles)
+    descent = {"learning_rate": 0.1, "batch_size": 5, "steps": 50}
+    config = dataclasses.replace(
+        saved.config,
+        model=Factorization(dim=50),
+        reconstruct=Reconstruct(solver="gradient-descent", **descent),
+        update=Update(**descent),
+    )
+    params = {"item_embedding": saved.params["item_embedding"]}
+    return SavedModel(config, params, saved.legend)
 
 
 def of_clicks(num_items, titles):
@@ -134,6 +150,58 @@ def in_chromium(folder):
     return found
 
 
+TRAIN_ON = """
+import json, sys, time
+import numpy as np
+from fedrecon_device import Bundle, Trainer
+
+folder, rated = sys.argv[1], int(sys.argv[2])
+begun = time.perf_counter()
+bundle = Bundle(folder)
+trainer = Trainer(bundle)
+loaded = time.perf_counter() - begun
+message = {f"message/method/{path}": table for path, table in bundle.tables.items()}
+columns = {"item": np.arange(rated), "rating": 1.0 + np.arange(rated) % 5}
+times = []
+for number in range(21):
+    begun = time.perf_counter()
+    trainer.update(message, (0, number), "device", columns)
+    times.append(time.perf_counter() - begun)
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # of this program alone
+figures = {"load_ms": 1e3 * loaded, "first_ms": 1e3 * times[0], "ms": 1e3 * float(np.median(times[1:]))}
+assert "jax" not in sys.modules
+print(json.dumps({**figures, "MB": int(peak.split()[1]) / 1e3}))
+"""
+
+
+def training_of(model, folder):
+    """Bundle a model for training; return sizes, and what a round takes in a process without JAX."""
+    begun = time.perf_counter()
+    bundle_model(model, folder, train=DeviceTraining(DevicePlan(helper="ab" * 32)))
+    export = time.perf_counter() - begun
+    plan, graph = json.loads((folder / "plan.json").read_text()), (folder / "update.onnx").read_bytes()
+    down = sum(
+        4 * int(np.prod(about["shape"])) for name, about in plan["inputs"].items() if name.startswith("message/")
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", TRAIN_ON, str(folder), str(RATED)], check=True, capture_output=True, text=True
+    )
+    return json.loads(run.stdout) | {
+        "export_seconds": export,
+        "graph_bytes": len(graph),
+        "graph_gzip_bytes": len(gzip.compress(graph, 9, mtime=0)),
+        "down_bytes": down,
+        "up_bytes": plan["vector"]["length"] * plan["sum"]["bits"] // 8 + 96,
+    }
+
+
+def training_row(what, figures):
+    """Write a row on a round of training."""
+    sizes = f"{figures['graph_gzip_bytes'] / 1e3:.0f} kB of graph (gzip), {figures['down_bytes'] / 1e6:.2f} MB down"
+    times = f"{figures['first_ms']:.0f} ms, then {figures['ms']:.1f}; {figures['MB']:.0f} MB of memory"
+    return f"a round on {RATED} ratings, {what}", f"{times}; {sizes}, {figures['up_bytes'] / 1e6:.2f} MB up", ""
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", help="not used: the models are made up")
@@ -163,7 +231,13 @@ def measured(place):
     ratings = {"item": np.arange(RATED), "rating": 1.0 + np.arange(RATED) % 5}
     here = timed(lambda: device.reconstruct(ratings))
     browser = in_chromium(small)
+    models = {
+        "default settings, 9,066 films x 16": of_defaults(9066, titles),
+        "the paper's factorization, 9,066 films x 50": of_the_paper(9066, titles),
+    }
+    training = {what: training_of(model, place / f"train {what}") for what, model in models.items()}
     figures = {
+        "training": training,
         "page_bytes": page_of(small),
         "loaded_bytes": loaded_by_the_page(small),
         "large_bytes": sizes,
@@ -188,6 +262,7 @@ def measured(place):
         ("import fedrecon_device, in a new process", f"{importing:.2f} s (numpy alone {starting:.2f})", "0.3 s"),
         (f"least squares from {RATED} ratings, ONNX Runtime", f"{1000 * here:.1f} ms", ""),
         (f"least squares from {RATED} ratings and all scores, Chromium", chromium, "50 ms"),
+        *(training_row(what, found) for what, found in training.items()),
     ]
     return {"rows": rows, "figures": figures}
 
