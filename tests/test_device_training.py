@@ -1,5 +1,6 @@
 """Training on a device: what it draws, packs, computes and reports is what the simulator does."""
 
+import contextlib
 import json
 import subprocess
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fedrecon as fr
 from device_vectors import keys_of, packed_examples
@@ -16,12 +19,16 @@ from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon_device import Bundle, BundleError, check
 from fedrecon_device.keys import client_key, name_hash, redrawn_order
-from fedrecon_device.training import Trainer, lay_out, pack_examples, read_plan
+from fedrecon_device.plan import read_plan
+from fedrecon_device.training import Trainer, lay_out, pack_examples
 
 WEB = Path(__file__).parent / "web"
 HELPER = "ab" * 32
 SIZES = {"ann": 0, "bo": 1, "cy": 2, "dee": 7, "eve": 12, "flo": 3, "gus": 9, "hal": 5, "ida": 11, "jo": 4, "kim": 6}
 SEED, ROUND, MOST, ITEMS = 3, 4, 12, 200
+
+
+CASES = packed_examples()
 
 
 def test_a_device_draws_keys_and_orders_as_jax_does():
@@ -33,13 +40,13 @@ def test_a_device_draws_keys_and_orders_as_jax_does():
 
 
 def test_a_device_packs_examples_as_the_simulator_does():
-    for case in packed_examples():
+    for case in CASES:
         inputs = pack_examples(case["plan"], case["columns"], tuple(case["round"]), case["name"])
         assert {name: np.asarray(x).tolist() for name, x in inputs.items()} == case["inputs"]
 
 
 def test_ids_outside_the_table_and_columns_that_do_not_fit_are_refused():
-    case = packed_examples()[3]
+    case = CASES[3]
     with pytest.raises(BundleError, match="40 rows"):
         pack_examples(case["plan"], {**case["columns"], "item": [40] * 7}, (0, 0), "ann")
     with pytest.raises(BundleError, match="same length"):
@@ -219,6 +226,46 @@ def test_node_computes_the_training_vectors(bundles, name):
     assert result["cases"] == 6
     assert result["worst"] <= (1e-5 if name == "paper" else 1)  # floats; steps of a ring
     assert result["different"] <= 1 or name == "paper"
+
+
+def whole_plan(part):
+    """Complete the plan of shared vectors."""
+    return {
+        "format": "fedrecon-device-plan",
+        "version": 1,
+        "graph": "0" * 64,
+        "rounds": 3,
+        **part,
+        "state": {},
+        "vector": {"length": 4, "dtype": "uint32", "layout": [{"at": 0, "values": "delta/w"}]},
+        "sum": {"protocol": "two-servers", "bits": 20, "helper": HELPER, "least": 3},
+        "limits": {"reports_per_day": 1, "min_examples": 1},
+    }
+
+
+def places_in(value, path=()):
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places_in(value[key], (*path, key))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_damaged_plan_is_refused_or_harmless(data):
+    case = CASES[data.draw(st.integers(0, len(CASES) - 1))]
+    plan = json.loads(json.dumps(whole_plan(case["plan"])))
+    *path, last = data.draw(st.sampled_from([path for path in places_in(plan) if path]))
+    holder = plan
+    for key in path:
+        holder = holder[key]
+    holder[last] = data.draw(st.sampled_from([None, -1, 0, 1, 7, 41, 2**40, 1.5, "x", "item", [], [3], {}, True]))
+    with contextlib.suppress(BundleError):
+        pack_examples(read_plan(json.dumps(plan).encode()), case["columns"], tuple(case["round"]), case["name"])
+
+
+def test_plans_as_they_are_written_are_read():
+    for case in CASES:
+        assert read_plan(json.dumps(whole_plan(case["plan"])).encode())["split"] == case["plan"]["split"]
 
 
 def test_a_plan_that_does_not_fit_the_sums_is_refused():

@@ -12,8 +12,9 @@ import numpy as np
 from fedrecon_device.bundle import Bundle
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import check_files
+from fedrecon_device.plan import PLAN
 from fedrecon_device.ranking import rank
-from fedrecon_device.training import PLAN, Trainer
+from fedrecon_device.training import Trainer
 
 VECTORS, TRAINING_VECTORS = "test_vectors.json", "training_vectors.json"
 TOLERANCE = 1e-5

@@ -9,16 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrecon_device.bundle import Bundle
-from fedrecon_device.contents import content_of
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import digest_of, read_checked
 from fedrecon_device.keys import Key, client_key, redrawn_order
-from fedrecon_device.manifest import MOST_NUMBERS, Checker
+from fedrecon_device.plan import PLAN, SIDES, read_plan
 
 Columns = Mapping[str, np.ndarray]
-PLAN, PLAN_FORMAT, PLAN_VERSION = "plan.json", "fedrecon-device-plan", 1
-SIDES = ("support", "query")
-PROTOCOLS = ("open", "two-servers")
 
 
 class Update(NamedTuple):
@@ -53,6 +49,10 @@ class Trainer:
         self._bundle = bundle
         if self.plan["graph"] != bundle.manifest["files"]["update.onnx"]["sha256"]:
             raise BundleError(f"{PLAN} is for another update.onnx than the bundle has")
+        used = {name for entry in self.plan["vector"]["layout"] for field, name in entry.items() if field != "at"}
+        used |= {f"new_state/{path}" for path in self.plan["state"]}
+        if not used <= set(self._graph.outputs):
+            raise BundleError(f"{PLAN} names {min(used - set(self._graph.outputs))!r}, which update.onnx does not give")
 
     def update(
         self,
@@ -97,63 +97,6 @@ class Trainer:
 
 def _words(key: Key) -> np.ndarray:
     return np.array(key, np.uint32).view(np.int32)
-
-
-def read_plan(data: bytes) -> dict[str, Any]:
-    """Read a device plan and check what devices rely on.
-
-    Args:
-      data: the bytes of plan.json.
-
-    Raises:
-      BundleError: it is damaged, or of a version that this runtime does not read; the message names the field.
-    """
-    plan = content_of(PLAN, data)
-    check = Checker(PLAN)
-    check.expect(isinstance(plan, dict) and plan.get("format") == PLAN_FORMAT, "format", PLAN_FORMAT)
-    check.expect(plan.get("version") == PLAN_VERSION, "version", f"{PLAN_VERSION}; update this runtime")
-    check.expect(isinstance(plan.get("graph"), str), "graph", "the digest of update.onnx")
-    examples, vector, total = (check.object(plan, name) for name in ("examples", "vector", "sum"))
-    most = check.whole(examples, "most")
-    columns = check.object(examples, "columns")
-    numbers = sum(check.whole(examples, side) for side in SIDES)
-    numbers *= sum(math.prod(check.column(name, about)) for name, about in columns.items())
-    check.expect(numbers <= MOST_NUMBERS and check.whole(vector, "length") <= MOST_NUMBERS, "examples", "fewer numbers")
-    check.expect(vector.get("dtype") in ("uint32", "float32"), "vector.dtype", "uint32 or float32")
-    layout = vector.get("layout")
-    check.expect(
-        isinstance(layout, list) and all(isinstance(entry, dict) for entry in layout), "vector.layout", "a list"
-    )
-    _check_split(check, check.object(plan, "split"), most, columns)
-    for group, table in check.object(plan, "rows").items():
-        features: Any = table.get("features") if isinstance(table, dict) else None
-        fine = isinstance(features, list) and bool(features) and all(feature in columns for feature in features)
-        check.expect(fine, f"rows.{group}.features", "names of columns")
-        check.expect(check.whole(table, "capacity") <= MOST_NUMBERS, f"rows.{group}.capacity", "fewer rows")
-        check.whole(table, "table")
-    if check.object(plan, "state"):
-        key = plan.get("state_key")
-        fine = (
-            isinstance(key, list) and len(key) == 2 and all(type(word) is int and 0 <= word < 1 << 32 for word in key)
-        )
-        check.expect(fine, "state_key", "two 32-bit words")
-    check.expect(total.get("protocol") in PROTOCOLS, "sum.protocol", " or ".join(PROTOCOLS))
-    check.whole(total, "least")
-    return plan
-
-
-def _check_split(check: Checker, split: Mapping[str, Any], most: int, columns: Mapping[str, Any]) -> None:
-    """Check that positions are those of a person's examples, whatever their number."""
-    check.expect(split.get("by") is None or split["by"] in columns, "split.by", "a column or null")
-    for side in SIDES:
-        for field in ("counts", "begins"):
-            numbers: Any = check.object(split, field).get(side)
-            fine = isinstance(numbers, list) and len(numbers) == most + 1
-            fine = fine and all(type(number) is int and 0 <= number <= most for number in numbers)
-            check.expect(fine, f"split.{field}.{side}", f"{most + 1} numbers up to {most}")
-    pattern = split.get("pattern")
-    fine = pattern is None or (isinstance(pattern, list) and all(type(j) is int and j >= 0 for j in pattern))
-    check.expect(fine, "split.pattern", "positions or null")
 
 
 def lay_out(about: Mapping[str, Any], outputs: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -223,7 +166,12 @@ def newest(about: Mapping[str, Any], columns: Mapping[str, Any], most: int) -> d
         raise BundleError(f"examples need {list(about)} of the same length; got {lengths}")
     result = {}
     for name, column in about.items():
-        values = np.asarray(columns[name], column["dtype"])[max(0, lengths[name] - most) :]
+        try:
+            values = np.asarray(columns[name])[max(0, lengths[name] - most) :].astype(column["dtype"])
+        except (ValueError, TypeError, OverflowError) as problem:
+            raise BundleError(f"column {name!r} must be {column['dtype']}: {problem}") from None
+        if len(values) and list(values.shape[1:]) != column["shape"]:
+            raise BundleError(f"examples of {name!r} have shape {list(values.shape[1:])}; expected {column['shape']}")
         result[name] = values.reshape(len(values), *column["shape"])
     return result
 
@@ -242,6 +190,8 @@ def _list_rows(
         slots = _slots(group, table, sides[side], places)
         inputs |= {f"{prefix}/{feature}": _padded(values, lengths[side]) for feature, values in slots.items()}
     rows = np.array(list(places), np.int32)
+    if len(rows) > table["capacity"]:
+        raise BundleError(f"{PLAN}: {group} has room for {table['capacity']} rows; these examples have {len(rows)}")
     return {f"rows/{group}": _padded(rows, table["capacity"]), f"num_rows/{group}": np.int32(len(rows)), **inputs}
 
 

@@ -26,7 +26,7 @@ from fedrecon_device.check import TRAINING_VECTORS, VECTORS, check
 from fedrecon_device.contents import written
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import FORMAT, MANIFEST, VERSION, digest_of, manifest_bytes
-from fedrecon_device.training import PLAN
+from fedrecon_device.plan import PLAN
 
 MOST_EXAMPLES = 300
 EXPORTED = "reconstruct.jaxexport"

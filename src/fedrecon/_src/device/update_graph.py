@@ -29,7 +29,7 @@ from fedrecon._src.models.text.shared_weights import plain_layers
 from fedrecon._src.privacy.noise import ShareOfNoise
 from fedrecon._src.server.aggregator import Aggregator
 from fedrecon_device.files import digest_of
-from fedrecon_device.training import PLAN_FORMAT, PLAN_VERSION
+from fedrecon_device.plan import PLAN_FORMAT, PLAN_VERSION
 
 SIDES = ("support", "query")
 RANDOM = (
