@@ -103,6 +103,11 @@ def ratings_of(name, items=ITEMS):
     return {"item": items, "rating": draw.integers(1, 6, SIZES[name]).astype(np.float32)}
 
 
+def everybody():
+    columns = {name: np.concatenate([ratings_of(client)[name] for client in SIZES]) for name in ("item", "rating")}
+    return fr.Clients.from_columns(columns, client=np.repeat(list(SIZES), list(SIZES.values())))
+
+
 def params_of(algorithm):
     """Return parameters as large as trained ones."""
     draw = np.random.default_rng(0)
@@ -174,11 +179,7 @@ def test_devices_report_what_the_simulator_adds_up(bundles, name):
             np.testing.assert_allclose(vector, expected, rtol=1e-5, atol=1e-5)
         total = total + vector
     assert different <= 1, f"{different} integers differ by a step"
-    clients = fr.Clients.from_columns(
-        {n: np.concatenate([ratings_of(c)[n] for c in SIZES]) for n in ("item", "rating")},
-        client=np.repeat(list(SIZES), list(SIZES.values())),
-    )
-    whole = fr.kit.client_total(algorithm, message, clients, key, lengths=lengths).total
+    whole = fr.kit.client_total(algorithm, message, everybody(), key, lengths=lengths).total
     if total.dtype == np.uint32:
         total = fr.privacy.from_vector(total, total_shapes(algorithm))
     else:
@@ -293,3 +294,29 @@ def test_the_command_bundles_a_saved_model_for_training(tmp_path, capsys):
     assert plan["algorithm"] == fr.kit.digest(again)
     assert plan["sum"]["bits"] == 24
     assert "key" not in plan["inputs"]  # this recipe starts at zero
+
+
+@pytest.mark.slow
+def test_simulation_silos_and_devices_train_one_model(bundles):
+    """Ring sums are exact in any order, so all three have the same parameters to the bit."""
+    folder, algorithm, _ = bundles("recipe, two servers")
+    trainer, clients = Trainer(Bundle(folder)), everybody()
+    lengths = fr.kit.Lengths(*(trainer.plan["examples"][side] for side in ("support", "query")))
+    start = algorithm.init(fr.kit.run_keys(SEED).init)
+    silos = [clients.take(np.arange(0, 4)), clients.take(np.arange(4, len(clients)))]
+    on_silos = on_devices = start
+    for number in range(3):
+        key = fr.kit.round_key(SEED, number)
+        message = algorithm.message(on_silos)
+        totals = [fr.kit.client_total(algorithm, message, silo, key, lengths=lengths).total for silo in silos]
+        on_silos = fr.kit.server_update(algorithm, on_silos, totals, key)
+        arrays, words = arrays_of(algorithm.message(on_devices)), tuple(words_of(key).tolist())
+        reports = [trainer.update(arrays, words, name, ratings_of(name)).vector for name in SIZES]
+        total = fr.privacy.from_vector(np.sum(reports, 0, dtype=np.uint32), total_shapes(algorithm))
+        on_devices = fr.kit.server_update(algorithm, on_devices, [total], key)
+    simulated = fr.train(algorithm, clients, rounds=3, clients_per_round=len(clients), seed=SEED).params
+    for state in (on_silos, on_devices):
+        for path, leaf in flatten(algorithm.params(state))[0].items():
+            np.testing.assert_array_equal(leaf, flatten(simulated)[0][path], err_msg=path)
+    before = flatten(algorithm.params(start))[0]
+    assert any(np.abs(leaf - before[path]).max() > 1e-3 for path, leaf in flatten(simulated)[0].items())
