@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 STUDIES := reproduce-movielens reproduce-text reproduce-privacy reproduce-ranking reproduce-recommendation \
 	reproduce-expressions reproduce-relatives
 
-.PHONY: demo deploy-demo check coverage test test-quick test-matrix test-slow test-flower check-examples soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
+.PHONY: demo deploy-demo devices-demo check coverage test test-quick test-matrix test-slow test-flower check-examples soak test-web test-browser pictures kill fuzz lint audit lock bench docs clean $(STUDIES)
 
 demo: .venv/demo.stamp
 	$(BIN)/fedrecon demo --out demo
@@ -16,6 +16,11 @@ demo: .venv/demo.stamp
 # A server and four nodes on this machine, with TLS and keys made for it; one node is killed on the way.
 deploy-demo: .venv/deploy.stamp
 	$(BIN)/python examples/deploy/demo.py --out deploy-demo
+
+# A coordinator, a helper and fifty devices on this machine, in Python and node.js; STAY=1 goes on so that you can join in
+# your browser. Without npm there are fewer kinds of devices, and no page.
+devices-demo: .venv/devices.stamp build/web.stamp
+	$(BIN)/python examples/devices/demo.py --out devices-demo $(if $(STAY),--stay)
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
@@ -136,7 +141,7 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:
-	rm -rf .venv demo deploy-demo site build .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv demo deploy-demo devices-demo site build .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -152,9 +157,13 @@ clean:
 	$(PIP) -e ./src-device -e '.[deploy,datasets]'
 	touch $@
 
+.venv/devices.stamp: pyproject.toml src-device/pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e './src-device[train]' -e '.[deploy,datasets,device]'
+	touch $@
+
 .venv/dev.stamp: pyproject.toml src-device/pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e ./src-device -e '.[dev]'
-	touch $@ .venv/demo.stamp .venv/deploy.stamp
+	touch $@ .venv/demo.stamp .venv/deploy.stamp .venv/devices.stamp
 
 # What cannot be installed is said, and the tests that need it are skipped with a reason.
 .venv/browser.stamp: .venv/dev.stamp

@@ -1,10 +1,13 @@
 """Devices in JavaScript with a real coordinator and helper: the training is that of the simulator."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
-from deployed_devices import RUNTIME, assert_equal, coordinating, make_bundle, ratings_of, run_node, simulate
+from deployed_devices import ROOT, RUNTIME, assert_equal, coordinating, make_bundle, ratings_of, run_node, simulate
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,3 +31,12 @@ def test_devices_of_node_train_as_the_simulator_does(bundled, tmp_path):
     record = json.loads((tmp_path / "bo.json").read_text())
     assert [(report["round"], report["status"]) for report in record["reports"]] == [(0, "sent"), (1, "sent")]
     assert len({report["bytes"] for report in record["reports"]}) == 1
+
+
+def test_the_demonstration_runs(tmp_path):
+    command = [sys.executable, "examples/devices/demo.py", "--small", "--out", str(tmp_path / "demo")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "devices in Python" in result.stdout
+    assert "round 2: 5 reports" in result.stdout
+    assert re.search(r"RMSE on unseen people: 0\.\d+ before, 0\.\d+ after 2 rounds", result.stdout)

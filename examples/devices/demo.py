@@ -83,7 +83,10 @@ def write_people(folder: Path, devices: int) -> list[dict[str, list[Any]]]:
     people = [
         {"item": ratings.item_ids[person["item"]].tolist(), "rating": person["rating"].tolist()} for person in ratings
     ]
-    half = len(people) // 2
+    with (folder / "titles.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("item", "title"))
+        writer.writerows((item, ratings.title(k)) for k, item in enumerate(ratings.item_ids.tolist()))
     parts = {"start.csv": people[::2], "unseen.csv": people[1::2][devices:]}
     for name, some in parts.items():
         with (folder / name).open("w", newline="") as file:
@@ -91,7 +94,6 @@ def write_people(folder: Path, devices: int) -> list[dict[str, list[Any]]]:
             writer.writerow(("user", "item", "rating"))
             for user, person in enumerate(some):
                 writer.writerows((user, *pair) for pair in zip(person["item"], person["rating"], strict=True))
-    assert devices < half
     return people[1::2][:devices]
 
 
@@ -108,7 +110,7 @@ def make_keys(folder: Path) -> str:
 
 def measure(model: Path, ratings: Path) -> float:
     """Return the RMSE of a model on people whom it has never seen: half of their ratings from the other half."""
-    return json.loads(call("evaluate", model, "--ratings", ratings, "--json"))["rmse"]
+    return json.loads(call("evaluate", model, "--ratings", ratings, "--json"))["micro"]["rmse"]
 
 
 def free_port() -> int:
@@ -138,8 +140,8 @@ class Demo:
     def prepare(self) -> list[dict[str, list[Any]]]:
         """Train the model to begin with, and bundle it; return the devices' ratings."""
         people, public = write_people(self.folder, self.scale.devices), make_keys(self.keys)
-        data, quick = self.folder / "start.csv", ("--rounds", self.scale.start_rounds)
-        call("train", data, "--out", self.start, *TRAINING.split(), *quick)
+        data, titles = self.folder / "start.csv", ("--titles", self.folder / "titles.csv")
+        call("train", data, "--out", self.start, *titles, *TRAINING.split(), "--rounds", self.scale.start_rounds)
         page = ("--onnxruntime-web", RUNTIME) if RUNTIME.is_dir() else ()
         terms = {
             "rounds": self.scale.rounds,
@@ -266,7 +268,10 @@ def follow(demo: Demo, run: Path, coordinator: subprocess.Popen[bytes], longest:
         for record in rounds_of(run)[printed:]:
             printed += 1
             lost = record["late"] + sum(record["failed"].values())
-            print(f"round {record['round']}: {record['answered']} reports, {lost} too late, {record['seconds']:.1f} s", flush=True)
+            print(
+                f"round {record['round']}: {record['answered']} reports, {lost} too late, {record['seconds']:.1f} s",
+                flush=True,
+            )
         if ended:
             break
         if time.monotonic() > end:
@@ -310,9 +315,13 @@ def demonstrate(folder: Path, scale: Scale, stay: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("devices-demo"), help="the folder; an earlier demo is replaced")
+    parser.add_argument(
+        "--out", type=Path, default=Path("devices-demo"), help="the folder; an earlier demo is replaced"
+    )
     parser.add_argument("--small", action="store_true", help="few devices and rounds, for a test")
-    parser.add_argument("--stay", action="store_true", help="go on until Ctrl-C, so that you can take part in a browser")
+    parser.add_argument(
+        "--stay", action="store_true", help="go on until Ctrl-C, so that you can take part in a browser"
+    )
     args = parser.parse_args(argv)
     mark = args.out / ".devices-demo"
     if args.out.exists():

@@ -1,7 +1,7 @@
 """Several devices in one process of Python, each with one person's ratings: python devices.py < settings.json
 
-Settings: {"bundle": folder, "server": URL, "authority": certificate, "devices": [{"store": file, "token": text, "ratings":
-{"item": ids, "rating": numbers}, "rounds": how many it reports before it leaves, null for all, "stray": whether it
+Settings: {"bundle": folder, "server": URL, "authority": certificate, "devices": [{"store": file, "token": text,
+"ratings": {"item": ids, "rating": numbers}, "rounds": how many it reports before it leaves, null for all, "stray": whether it
 answers for rounds that nobody asked it about}]}. SIGTERM ends it.
 """
 
@@ -14,9 +14,9 @@ import threading
 from typing import Any
 
 import httpx
+from fedrecon_device.participant import Participant
 
 from fedrecon_device import Bundle, ParticipationError
-from fedrecon_device.participant import Participant
 
 
 def take_part(participant: Participant, rounds: int | None, stop: threading.Event) -> None:
@@ -59,7 +59,9 @@ def main() -> None:
             bundle, settings["server"], device["store"], token=device["token"], authority=settings["authority"]
         )
         participant.personal.add(**device["ratings"])
-        work: Any = (stray, settings, device, stop) if device["stray"] else (take_part, participant, device["rounds"], stop)
+        work: Any = (
+            (stray, settings, device, stop) if device["stray"] else (take_part, participant, device["rounds"], stop)
+        )
         threads.append(threading.Thread(target=work[0], args=work[1:]))
     for thread in threads:
         thread.start()
