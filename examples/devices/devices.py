@@ -1,8 +1,8 @@
 """Several devices in one process of Python, each with one person's ratings: python devices.py < settings.json
 
 Settings: {"bundle": folder, "server": URL, "authority": certificate, "devices": [{"store": file, "token": text,
-"ratings": {"item": ids, "rating": numbers}, "rounds": how many it reports before it leaves, null for all, "stray": whether it
-answers for rounds that nobody asked it about}]}. SIGTERM ends it.
+"ratings": {"item": ids, "rating": numbers}, "rounds": how many it reports before it leaves, null for all,
+"stray": whether it answers for rounds that nobody asked it about}]}. SIGTERM ends it.
 """
 
 from __future__ import annotations
