@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 import fedrecon as fr
 from device_models import default_model
 from fedrecon._src.algorithms.algorithm import with_params
-from fedrecon._src.deploy.devices import DeviceApi, DevicePace, Start, read_device_plan, serve_devices
+from fedrecon._src.deploy.devices import DeviceApi, DevicePace, Start, read_served_plan, serve_devices
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service
@@ -57,7 +57,7 @@ def make_bundle(folder):
 @contextlib.contextmanager
 def coordinating(bundle, start, folder, reports=LEAST):
     """Train over devices; yields the coordinator's address and a list that gets its result, or what it raised."""
-    plan, results = read_device_plan(bundle), []
+    plan, results = read_served_plan(bundle), []
     api = DeviceApi(plan, SECRET, retry=0.2)
     helper = Helper(read_sum_plan(bundle), HELPER, folder / "helper")
     verifier = Verifier({public_bytes(COORDINATOR): "coordinator"})

@@ -14,9 +14,8 @@ import threading
 from typing import Any
 
 import httpx
-from fedrecon_device.participant import Participant
 
-from fedrecon_device import Bundle, ParticipationError
+from fedrecon_device import Bundle, Participant, ParticipationError
 
 
 def take_part(participant: Participant, rounds: int | None, stop: threading.Event) -> None:
