@@ -30,6 +30,7 @@ PARTS = {
     "text-reconstruction": ("next word: reconstruction", ["next_word.py", "reconstruction"]),
     "device": ("bundles for devices", ["device.py"]),
     "secure-sum": ("a secure sum", ["secure_sum.py"]),
+    "device-rounds": ("rounds over devices", ["secure_sum.py", "--devices", "--length", "50000"]),
     "train": ("fedrecon train with the paper's settings, start to saved model", ["train_command.py", "paper"]),
     "train-default": ("fedrecon train without options, start to saved model", ["train_command.py", "default"]),
     "deployment": ("a deployment with four nodes on loopback", ["deployment.py"]),

@@ -109,16 +109,21 @@ def test_a_seed_opens_for_nothing_else(tmp_path, other):
     assert unmask(plan, padded, answer, 4)[0].tolist() == [3] * 5
 
 
-def test_twice_is_refused(tmp_path):
+def test_twice_counts_once(tmp_path):
+    """So a report cannot hide behind copies of itself, and devices that agree on an id or a seed stop no round."""
     plan, helper = plan_of(), Helper(plan_of(), KEY, tmp_path)
-    one, two = reports_of(plan, np.zeros((2, 5)))
-    with pytest.raises(Refusal, match="a report is there twice"):
-        helper.answer("run", 0, BATCH, records_of([one, two, one]))
+    one, two = reports_of(plan, np.arange(10).reshape(2, 5))
+    with pytest.raises(TooFewClients, match="1 clients"):
+        helper.answer("run", 0, BATCH, records_of([one] * 9))
     secrets = draw_secrets()
     twins = [secrets._replace(id=bytes([k] * 16)) for k in range(2)]
-    reports = [make_report(np.zeros(5), PUBLIC, plan.purpose("run", 0, BATCH), 32, twin) for twin in twins]
-    with pytest.raises(Refusal, match="a seed is there twice"):
-        helper.answer("run", 0, BATCH, records_of(reports))
+    reports = [make_report(np.ones(5), PUBLIC, plan.purpose("run", 0, BATCH), 32, twin) for twin in twins]
+    garbage = [bytes(plan.report_bytes)] * 2
+    batch = [one, one, *garbage, *reports, two]
+    answer = helper.answer("run", 0, BATCH, records_of(batch))
+    assert answer[0] == 0b1010001
+    total, counted = unmask(plan, batch, answer, 7)
+    assert (total.tolist(), counted) == ([6, 8, 10, 12, 14], 3)
 
 
 def test_a_round_is_answered_once_also_after_a_restart(tmp_path):

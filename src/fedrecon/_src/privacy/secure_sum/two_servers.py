@@ -12,8 +12,8 @@ of the vectors of just those reports, exactly, however many devices dropped out.
 
 **What the helper promises.** A seed opens only for the plan, run, round, batch and report id it was sealed for. A round
 of a run is answered once; the very same request gets the very same answer. So no report is in two sums, also after a
-restart, and two sums that differ in one report do not exist. A sum of fewer than `least` reports is refused, as is one
-that names a report or a seed twice. What it must remember for this is one line per run, written before it answers.
+restart, and two sums that differ in one report do not exist. A report or a seed that is there twice counts once. A sum
+of fewer than `least` is refused. What it must remember for this is one line per run, written before it answers.
 
 **What breaks it.** Both servers together can open every report. A coordinator that invents all other devices of a batch
 knows their vectors and so the one of the real device: admission (tokens of somebody else's backend) and noise of the
@@ -147,16 +147,10 @@ class Helper:
             raise Refusal(f"round {last['round']} was answered; so is every round before, each once")
         if last is None and len(self._runs) >= MOST_RUNS:
             raise Refusal(f"this helper has answered {MOST_RUNS} runs; use another memory, with another key and plan")
-        parts = [records[k : k + RECORD] for k in range(0, len(records), RECORD)]
-        if len({part[:ID] for part in parts}) < len(parts):
-            raise Refusal("a report is there twice")
-        purpose = self.plan.purpose(run, number, batch)
-        seeds = [sealing.open_seed(self._private, self.public, part, purpose) for part in parts]
+        seeds = self._open_once([records[k : k + RECORD] for k in range(0, len(records), RECORD)], run, number, batch)
         readable = [seed for seed in seeds if seed is not None]
-        if len(set(readable)) < len(readable):
-            raise Refusal("a seed is there twice")
         if len(readable) < self.plan.least:
-            raise TooFewClients("mask", len(readable), self.plan.least, f" whose seed can be opened, of {len(parts)},")
+            raise TooFewClients("mask", len(readable), self.plan.least, f" whose seed can be opened, of {len(seeds)},")
         self._runs[run] = {"round": number, "request": request}
         write_manifest(self._file, MEMORY_FORMAT, {"plan": self.plan.digest.hex(), "runs": self._runs}, mode=0o600)
         sync(self._file.parent)
@@ -165,6 +159,19 @@ class Helper:
             total += sealing.expand(seed, self.plan.length)
         included = np.array([seed is not None for seed in seeds])
         return np.packbits(included, bitorder="little").tobytes() + sealing.pack(total, self.plan.bits)
+
+    def _open_once(self, parts: Iterable[bytes], run: str, number: int, batch: bytes) -> list[bytes | None]:
+        """Open seeds; None for those that cannot be opened, and for ids and seeds that are there already.
+
+        A batch with repeats is not refused: two devices that agree on an id or a seed could otherwise stop any round.
+        """
+        purpose, seeds, opened = self.plan.purpose(run, number, batch), list[bytes | None](), set[bytes]()
+        for part in parts:
+            seed = sealing.open_seed(self._private, self.public, part, purpose)
+            seeds.append(None if seed in opened or part[:ID] in opened else seed)
+            if seed is not None:
+                opened |= {part[:ID], seed}
+        return seeds
 
 
 # ---- the coordinator ----
