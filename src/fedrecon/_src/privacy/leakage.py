@@ -19,6 +19,7 @@ from fedrecon._src.algorithms.validation import decide_lookups, features_of
 from fedrecon._src.client.lookups.lookup_tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Cohort, Examples, Packer
+from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.keys import as_number, client_keys, round_key, words_of
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import query_only
@@ -317,12 +318,10 @@ class Leakage:
 
     def __getitem__(self, kind: str) -> Exposure:
         """Return one kind of upload."""
-        for exposure in self.exposures:
-            if exposure.kind == kind:
-                return exposure
-        raise KeyError(
-            f"`kind` must be one of {', '.join(exposure.kind for exposure in self.exposures)} (got {kind!r})"
-        )
+        kinds = {exposure.kind: exposure for exposure in self.exposures}
+        if kind not in kinds:
+            raise KeyError(f"`kind` must be one of {', '.join(kinds)} (got {kind!r})")
+        return kinds[kind]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of columns, and rows of text."""
@@ -353,9 +352,7 @@ class Leakage:
     def __str__(self) -> str:
         """Return the table as text."""
         columns, rows = self.table()
-        wide = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)) for row in [columns, *rows]]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lay_out([columns, *rows]))
 
     def plot(self, path: str | Path) -> None:
         """Draw what is found against what the server sees, to a PNG file.
@@ -517,11 +514,7 @@ def _guess(victims: Victims, strangers: int) -> Exposure:
         if vectors.shape[1]:
             local.append(cosine(vectors[other_people].mean(0), vectors[person]))
         if victims.ratings is not None:
-            mean = (
-                np.nanmean(victims.ratings[other_people])
-                if np.isfinite(victims.ratings[other_people]).any()
-                else np.nan
-            )
+            mean = _mean(victims.ratings[other_people])
             truth = victims.ratings[person][np.isfinite(victims.ratings[person])]
             ratings += [np.abs(truth - mean).mean()] if len(truth) else []
     return Exposure("guessing", _mean(rows), _mean(local), _mean(ratings), strangers / 2 + 1, 1 / (strangers + 1))

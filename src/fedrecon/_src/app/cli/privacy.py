@@ -118,7 +118,14 @@ def run(args: PlanNoise | MeasureLeakage | AuditNoise) -> int:
     """Compute and print."""
     if isinstance(args, MeasureLeakage):
         return _leakage(args)
-    return _audit(args) if isinstance(args, AuditNoise) else _plan_and_print(args)
+    if isinstance(args, AuditNoise):
+        return _audit(args)
+    plan = _plan(args)
+    if args.json:
+        print(json.dumps(plan))
+    else:
+        _print(plan)
+    return 0
 
 
 def _leakage(args: MeasureLeakage) -> int:
@@ -148,17 +155,8 @@ def _leakage(args: MeasureLeakage) -> int:
     if args.picture is not None:
         measured.plot(args.picture)
     if args.json:
-        print(
-            json.dumps(
-                without_nan(
-                    {
-                        "people": measured.people,
-                        "strangers": measured.strangers,
-                        "kinds": [exposure._asdict() for exposure in measured.exposures],
-                    }
-                )
-            )
-        )
+        kinds = [exposure._asdict() for exposure in measured.exposures]
+        print(json.dumps(without_nan({"people": measured.people, "strangers": measured.strangers, "kinds": kinds})))
         return 0
     columns, rows = measured.table()
     show.table(f"What attacks find out about {measured.people} {model.task.people} of {args.run}", columns, rows)
@@ -182,35 +180,22 @@ def _audit(args: AuditNoise) -> int:
     return FAILED if audit.broken else 0
 
 
-def _plan_and_print(args: PlanNoise) -> int:
-    plan = _plan(args)
-    if args.json:
-        print(json.dumps(plan))
-    else:
-        _print(plan)
-    return 0
-
-
 def _plan(args: PlanNoise) -> dict[str, Any]:
     from fedrecon._src.privacy import accounting
 
     delta = accounting.default_delta(args.clients) if args.delta is None else args.delta
     sizes: dict[str, Any] = {"clients": args.clients, "rounds": args.rounds, "delta": delta}
 
+    def row(epsilon: float, per_round: int, noise: float) -> dict[str, float]:
+        return {"epsilon": epsilon, "per_round": per_round, "noise_multiplier": noise, "mean": noise / per_round}
+
     def noise(epsilon: float, per_round: int) -> dict[str, float]:
-        multiplier = accounting.noise_for(epsilon, per_round=per_round, **sizes)
-        return {
-            "epsilon": epsilon,
-            "per_round": per_round,
-            "noise_multiplier": multiplier,
-            "mean": multiplier / per_round,
-        }
+        return row(epsilon, per_round, accounting.noise_for(epsilon, per_round=per_round, **sizes))
 
     if args.epsilon is None:
         assert args.noise_multiplier is not None
         epsilon = accounting.epsilon_after(args.noise_multiplier, per_round=args.per_round, **sizes)
-        spread = {"noise_multiplier": args.noise_multiplier, "mean": args.noise_multiplier / args.per_round}
-        this, alternatives = {"epsilon": epsilon, "per_round": args.per_round, **spread}, []
+        this, alternatives = row(epsilon, args.per_round, args.noise_multiplier), []
     else:
         this = noise(args.epsilon, args.per_round)
         alternatives = [noise(factor * args.epsilon, args.per_round) for factor in (0.25, 0.5, 2)]
