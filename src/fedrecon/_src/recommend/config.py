@@ -150,8 +150,8 @@ class Config:
         proper = shares[0] > 0 and abs(sum(shares) - 1) <= 1e-6
         yield Rule(not proper, "data.fractions", "must sum to 1, and the training share must be above 0")
         for name in ("train", "evaluate"):
-            known = SPLIT.fullmatch(getattr(self.split, name))
-            yield Rule(not known, f"split.{name}", "must be half, alternate, none or a share of support such as 0.8")
+            valid = SPLIT.fullmatch(getattr(self.split, name))
+            yield Rule(not valid, f"split.{name}", "must be half, alternate, none or a share of support such as 0.8")
         shuffles = self.split.train.startswith("redrawn-") and self.split.by_time
         yield Rule(shuffles, "split.train", "cannot be combined with `split.by_time`, since it shuffles")
         yield Rule(self.split.evaluate == "none", "split.evaluate", "must leave query examples, such as half")

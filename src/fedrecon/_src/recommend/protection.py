@@ -71,20 +71,20 @@ def protect(
     if not config.privacy.on:
         return Protection(config, _without_noise(config, model, clients))
     config = drawn_privately(config)
-    here = Population(clients, _per_round(config, clients))
-    there = population or here
-    sampling_rate(*there)
-    delta, randomness = delta_of(config, there), f"seed {config.seed}"
-    ledger = Ledger(there.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
+    actual = Population(clients, _per_round(config, clients))
+    target = population or actual
+    sampling_rate(*target)
+    delta, randomness = delta_of(config, target), f"seed {config.seed}"
+    ledger = Ledger(target.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
     noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or config.privacy.noise_multiplier
     if noise is None:
-        release = _release(config, model, clients, here.per_round) if config.aggregate.secure else None
-        noise = rounds_noise(config, there, released, release)
-    config, examples = with_rule(config, clients, noise / there.per_round)
-    used = noise * here.per_round / there.per_round
+        release = _release(config, model, clients, actual.per_round) if config.aggregate.secure else None
+        noise = rounds_noise(config, target, released, release)
+    config, examples = with_rule(config, clients, noise / target.per_round)
+    used = noise * actual.per_round / target.per_round
     if config.aggregate.secure:
-        return Protection(config, _secure(config, clients, here.per_round, used), examples, ledger, noise)
-    return Protection(config, _private(config, here.per_round, used), examples, ledger, noise)
+        return Protection(config, _secure(config, clients, actual.per_round, used), examples, ledger, noise)
+    return Protection(config, _private(config, actual.per_round, used), examples, ledger, noise)
 
 
 def drawn_privately(config: Config) -> Config:
@@ -178,9 +178,9 @@ def _release(config: Config, model: Model, clients: int, per_round: float) -> Ca
     rate = config.sampling.rate(clients)
 
     def release(noise: float) -> Release:
-        found = _secure(config, clients, per_round, noise).release
-        assert found is not None
-        return found(parts)._replace(rate=rate, rounds=config.rounds)
+        promise = _secure(config, clients, per_round, noise).release
+        assert promise is not None
+        return promise(parts)._replace(rate=rate, rounds=config.rounds)
 
     return release
 

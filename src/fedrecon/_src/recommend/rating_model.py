@@ -310,35 +310,35 @@ def _ask(config: RatingsConfig, clients: Clients, num_items: int, population: Po
     """Run round zero, in a private run with noise."""
     if not config.privacy.on:
         return run_round_zero(round_zero_of(config, num_items), clients)
-    here = Population(len(clients), config.sampling.cohort_size(len(clients)))
-    target = population or here
+    actual = Population(len(clients), config.sampling.cohort_size(len(clients)))
+    target = population or actual
     options: dict[str, Any] = {} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}
     options |= {"clients": len(clients), "scale": config.privacy.rating_range}
     rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
     add = add_discrete_noise(rng) if config.aggregate.secure else add_gaussian_noise(rng)
     noise = round_zero_noise(config, target)
     round_zero = round_zero_of(config, num_items, noise_multiplier=noise, **options)
-    return run_round_zero(round_zero, clients, add, here.clients / target.clients)
+    return run_round_zero(round_zero, clients, add, actual.clients / target.clients)
 
 
 def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estimate) -> list[str]:
     """Summarize the data, the client groups and the settings derived from them."""
-    wanted, model, scale = config.data.transform, config.model, config.model.scale
+    transform, model, scale = config.data.transform, config.model, config.model.scale
     assert scale is not None
-    said = [
-        ratings.describe().sentence(counts=wanted != "auto"),
+    remarks = [
+        ratings.describe().sentence(counts=transform != "auto"),
         say_rounds(config, users),
     ]
     if scale.transform == "log1p":
-        why = "these look like counts, so " if wanted == "auto" else ""
-        undo = "; --data.transform none turns this off" if wanted == "auto" else ""
-        said.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
+        why = "these look like counts, so " if transform == "auto" else ""
+        undo = "; --data.transform none turns this off" if transform == "auto" else ""
+        remarks.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
     if model.round_zero:
-        said.append(_say_scale(scale))
+        remarks.append(_say_scale(scale))
         if zero.outliers:
             far = f"ratings of training users far outside the usual range: {zero.outliers:,}"
-            said.append(f"{far}, left out of these sums. Remove from the file what is a mistake.")
-    return said
+            remarks.append(f"{far}, left out of these sums. Remove from the file what is a mistake.")
+    return remarks
 
 
 def _say_scale(scale: Scale) -> str:

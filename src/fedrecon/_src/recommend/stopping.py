@@ -57,8 +57,8 @@ def evaluate_by_divisions(
     """
     if evaluator is None or (times := divisions_of(config, users)) == 1:
         return evaluator
-    others = [evaluator.on(users.valid.shuffle(number)) for number in range(1, times)]
-    return DivisionsEvaluator((evaluator, *others))
+    shuffled = [evaluator.on(users.valid.shuffle(number)) for number in range(1, times)]
+    return DivisionsEvaluator((evaluator, *shuffled))
 
 
 def divisions_of(config: Config, users: Users) -> int:
@@ -98,19 +98,19 @@ def say_rounds(config: Config, users: Users, people: str = "users") -> str:
     """Describe the client groups, when training ends, and whether there are enough test clients."""
     train, test = len(users.train), len(users.test)
     part = min(config.sampling.cohort_size(train), train)
-    said = (
+    text = (
         f"{people}: {train:,} train, {len(users.valid):,} validate, {test:,} test; "
         f"{part:,} in each of {config.rounds:,} rounds."
     )
     if patience_of(config, users) is None and config.patience is not None:
         few = f"only {judges_of(users)} validation {people} have support and query, of at least {JUDGES} needed"
-        said += f" The model of the last round is kept: {few}."
+        text += f" The model of the last round is kept: {few}."
     elif config.patience is not None:
         if more := rounds_of(config, users) - config.rounds:
-            said += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
+            text += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
         simple = "popularity" if config.falls_back_on_popularity else "the one before the first round"
-        said += f" The best model for validation users is kept, even if it is {simple}."
-    return said + "".join(f" {sentence}" for sentence in say_few_tested(config, test, people))
+        text += f" The best model for validation users is kept, even if it is {simple}."
+    return text + "".join(f" {sentence}" for sentence in say_few_tested(config, test, people))
 
 
 def say_few_tested(config: Config, number: int, people: str = "users") -> list[str]:

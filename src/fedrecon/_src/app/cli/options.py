@@ -79,7 +79,7 @@ def mark_settings(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.S
 def help_of(kind: type, name: str) -> str | None:
     """Return an attribute's help from the docstring of a class or its base classes."""
     entry = re.compile(rf"\n      {name}: (.*?)(?=\n      \S|\n\s*\n|\s*\Z)", re.DOTALL)
-    texts = (found[1] for base in kind.__mro__ if (found := entry.search(base.__doc__ or "")))
+    texts = (match[1] for base in kind.__mro__ if (match := entry.search(base.__doc__ or "")))
     return " ".join(next(texts, "").split()) or None
 
 

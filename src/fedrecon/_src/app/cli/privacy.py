@@ -49,8 +49,8 @@ class PlanNoise:
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rule that the budget or the noise is given."""
-        one = (self.epsilon is None) != (self.noise_multiplier is None)
-        yield Rule(not one, "epsilon", "must be given, or `noise_multiplier`, but not both")
+        single = (self.epsilon is None) != (self.noise_multiplier is None)
+        yield Rule(not single, "epsilon", "must be given, or `noise_multiplier`, but not both")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -211,9 +211,9 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
             columns = [[str(text or "").strip() for text in batch.columns[role].to_pylist()] for role in positions]
             for row, (item_id, name) in enumerate(zip(columns[0], columns[-1], strict=True)):
                 if item_id and titles.setdefault(item_id, name) != name:
-                    place = (batch.reread() if batch.reread else batch).describe_row(row, 0)
+                    where = (batch.reread() if batch.reread else batch).describe_row(row, 0)
                     raise DataError(
-                        f"{path} {place}: item {item_id[:40]!r} has the title {name[:40]!r}, but "
+                        f"{path} {where}: item {item_id[:40]!r} has the title {name[:40]!r}, but "
                         f"{titles[item_id][:40]!r} above; give every item one title"
                     )
     if not titles:

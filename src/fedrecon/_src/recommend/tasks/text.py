@@ -57,13 +57,13 @@ def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
         raise DataError("the data source is empty; give a text file or a prepared corpus.")
     database = choose_preparer(path) is prepare_stackoverflow
     used = {} if path.is_dir() else DATABASE if database else FILE
-    given = changed(data, TextData)
-    idle = [f"data.{name}" for name in given if name in {*FILE.values(), *DATABASE.values()} - set(used.values())]
+    chosen = changed(data, TextData)
+    idle = [f"data.{name}" for name in chosen if name in {*FILE.values(), *DATABASE.values()} - set(used.values())]
     idle = [name for name in idle if name != "data.split_seed"]  # may still decide who validates
     if idle:
         kind = "a prepared corpus" if path.is_dir() else "federated Stack Overflow" if database else "a file of posts"
         raise DataError(f"{', '.join(idle)} cannot be used: {data.source} is {kind}.")
-    options: dict[str, Any] = {option: getattr(data, name) for option, name in used.items() if name in given}
+    options: dict[str, Any] = {option: getattr(data, name) for option, name in used.items() if name in chosen}
     if database:
         options["clients"] = {"test": 0}  # its users are those of the training split
     if config.model.vocabulary > KEPT_WORDS and not path.is_dir():
