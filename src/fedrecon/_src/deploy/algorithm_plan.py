@@ -11,6 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 from fedrecon._src.algorithms.algorithm import Algorithm
@@ -20,8 +21,9 @@ from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.client.lookups.lookup_tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
+from fedrecon._src.core.model import metric_names
 from fedrecon._src.deploy.plan import NodeData, Plan, PlanError
-from fedrecon._src.recommend.tasks import Users
+from fedrecon._src.recommend.tasks import Measure, Users
 from fedrecon._src.simulation.divergence import find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
@@ -74,6 +76,13 @@ class AlgorithmPlan(Plan):
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
         return self.trained
+
+    @functools.cached_property
+    def task(self) -> SimpleNamespace:
+        """What commands show."""
+        measures = tuple(Measure(name, name) for name in metric_names(self.trained.model))
+        words = {"name": "algorithm", "people": "clients", "examples": "examples", "serve": ""}
+        return SimpleNamespace(measures=measures, curve=(*measures, *measures)[:2], **words)
 
     def subject(self) -> dict[str, Any]:
         """Return the digest of the algorithm, and how it is trained."""

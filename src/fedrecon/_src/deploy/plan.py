@@ -136,8 +136,6 @@ class Plan(abc.ABC):
     """
 
     kind: ClassVar[str]
-    people: ClassVar[str] = "clients"  # what commands call them
-    examples: ClassVar[str] = "examples"
     types: ClassVar[Mapping[str, type]] = {}  # of what `subject` returns, as JSON has them
 
     lengths: Lengths
@@ -201,6 +199,16 @@ class Plan(abc.ABC):
     @abc.abstractmethod
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
+
+    @property
+    @abc.abstractmethod
+    def task(self) -> Any:
+        """What commands show: `people`, `examples`, `measures`, `curve`, and what a model is for (`serve`)."""
+
+    @property
+    def people(self) -> str:
+        """What clients are called."""
+        return self.task.people
 
     @property
     def zero(self) -> RoundZero | None:
@@ -445,7 +453,7 @@ def weaker(before: Promises, now: Promises) -> list[str]:
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
     """Say in words what a node takes part in if it accepts a plan."""
-    people, examples, promises = plan.people, plan.examples, plan.promises
+    people, examples, promises = plan.people, plan.task.examples, plan.promises
     leaves = flatten(plan.params_shapes)[0]
     sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in leaves.items())
     privacy = "no noise: no differential privacy is promised"

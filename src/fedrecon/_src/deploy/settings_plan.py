@@ -63,16 +63,6 @@ class SettingsPlan(Plan):
         """The task."""
         return task_of(self.config)
 
-    @property
-    def people(self) -> str:  # type: ignore[override]
-        """What users are called."""
-        return self.task.people
-
-    @property
-    def examples(self) -> str:  # type: ignore[override]
-        """What their examples are called."""
-        return self.task.examples
-
     @functools.cached_property
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
@@ -151,7 +141,7 @@ class SettingsPlan(Plan):
         read = self.task.read_node(self.config, self.legend, Path(path), reading or Reading(), progress)
         enough = read.clients.at_least(least := max(least, self.min_examples))
         if not len(enough):
-            raise DataError(f"{path} has no {self.people} with {least} {self.task.unit or self.examples} or more")
+            raise DataError(f"{path} has no {self.people} with {least} {self.task.unit or self.task.examples} or more")
         skipped = {**read.skipped, "users_below_minimum": len(read.clients) - len(enough)}
         return NodeData(split_users(enough, self.config.data), skipped)
 

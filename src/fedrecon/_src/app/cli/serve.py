@@ -10,7 +10,6 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -169,7 +168,7 @@ def run(args: Serve) -> int:
     plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None).algorithm)
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
     status = None if args.status == "none" else parse_address(args.status, "--status", least=0)
-    folder, table, task = RunFolder(args.out), _Table(args.json), _task_of(plan)
+    folder, table, task = RunFolder(args.out), _Table(args.json), plan.task
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
 
     def on_record(record: dict[str, Any]) -> None:
@@ -308,10 +307,9 @@ def _serve_status(
 
 
 def _show_outcome(args: Serve, plan: Plan, outcome: ServeResult) -> int:
-    from fedrecon._src.deploy.settings_plan import SettingsPlan
     from fedrecon._src.storage.atomic import without_nan
 
-    task = _task_of(plan)
+    task = plan.task
     if outcome.failed is not None:
         show.alarm(f"training failed: {outcome.failed}")
     if outcome.interrupted:
@@ -328,22 +326,9 @@ def _show_outcome(args: Serve, plan: Plan, outcome: ServeResult) -> int:
         return FAILED
     if not args.json:
         print(f"saved: {args.out} (model/ is all you need for serving)")
-        if isinstance(plan, SettingsPlan):
+        if task.serve:
             show.following(task.serve.format(run=shlex.quote(str(args.out))))
     return 0
-
-
-def _task_of(plan: Plan) -> Any:
-    """Return the plan's task, or a stand-in that names clients and metrics."""
-    from fedrecon._src.core.model import metric_names
-    from fedrecon._src.deploy.settings_plan import SettingsPlan
-    from fedrecon._src.recommend.tasks import Measure
-
-    if isinstance(plan, SettingsPlan):
-        return plan.task
-    measures = tuple(Measure(name, name) for name in metric_names(plan.algorithm.model))
-    words = {"people": plan.people, "examples": plan.examples}
-    return SimpleNamespace(name="algorithm", measures=measures, curve=(*measures, *measures)[:2], **words)
 
 
 def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:
