@@ -8,12 +8,14 @@ import math
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from jsonschema import validate
 
 import fedrecon as fr
 from fedrecon._src.algorithms.rounds import total_shapes
@@ -188,6 +190,8 @@ def test_a_device_reports_once_a_round(opened, plan):
     http, current = opened
     task = http.call("GET", "/v1/check-in").json()
     assert task | {"seconds": 0} == http.call("GET", "/v1/check-in").json() | {"seconds": 0}
+    description = json.loads((Path(__file__).parent.parent / "docs" / "openapi-devices.json").read_text())
+    validate(task, description["components"]["schemas"]["DeviceTask"])
     assert (task["plan"], task["run"], task["round"], task["size"]) == (plan.digest, "a run", 0, 9)
     assert http.call("GET", f"/v1/broadcasts/{task['broadcast']}").content == b"broadcast"
     data = bytes(plan.report_bytes)
@@ -403,6 +407,21 @@ def test_another_algorithm_or_folder_is_refused(plan, tmp_path):
     for change in ({"rounds": 0}, {"limits": {}}, {"sum": {"protocol": "open"}}, {"format": "x"}, {"vector": None}):
         with pytest.raises(StorageError, match=r"plan\.json"):
             write_plan(tmp_path / "other", ALGORITHM, **change)
+
+
+def test_training_begins_with_a_run_of_the_command_line(tmp_path):
+    from device_models import default_model
+    from fedrecon._src.core.factories import recipe_of
+    from fedrecon._src.recommend.saved_models import open_model
+
+    saved, secure = default_model(), ALGORITHM.aggregator
+    saved.save(tmp_path / "run" / "model")
+    algorithm = saved.trainable(2, secure)
+    plan = write_plan(tmp_path / "bundle", algorithm, aggregator=recipe_of(secure))
+    start = devices.open_start(tmp_path / "run", plan)
+    assert fr.kit.digest(start.algorithm) == plan.algorithm
+    start.save(folder=tmp_path / "after", params=jax.tree.map(lambda leaf: leaf + 1, start.params))
+    assert_equal(open_model(tmp_path / "after").params, jax.tree.map(lambda leaf: leaf + 1, saved.params))
 
 
 def test_only_the_registered_coordinator_asks_the_helper(plan, tmp_path):

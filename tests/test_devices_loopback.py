@@ -1,17 +1,22 @@
 """Device rounds with real processes over TLS: coordinator, helper, and devices that come, go and lie."""
 
 import contextlib
+import hashlib
+import http.server
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
 
@@ -22,7 +27,7 @@ from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy.devices import read_served_plan
 from fedrecon._src.deploy.tokens import issue_token, read_secret
-from fedrecon_device import Bundle
+from fedrecon_device import Bundle, BundleError, Participant, ParticipationError
 from fedrecon_device.store import Store
 from fedrecon_device.training import Trainer
 
@@ -78,23 +83,33 @@ def wait_until(condition, programs, seconds=120):
         time.sleep(0.1)
 
 
-@pytest.fixture
-def deployment(tmp_path):
-    """Keys, a bundle, what training begins with, and the commands of both servers."""
-    assert main(["keys", str(tmp_path / "helper-keys"), "--helper"]) == 0
-    assert main(["keys", str(tmp_path / "keys"), "--tokens", "--nodes", "coordinator"]) == 0
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Keys, what training begins with, and a bundle."""
+    folder = tmp_path_factory.mktemp("made")
+    assert main(["keys", str(folder / "helper-keys"), "--helper"]) == 0
+    assert main(["keys", str(folder / "keys"), "--tokens", "--nodes", "coordinator"]) == 0
     algorithm = algorithm_of()
     params = jax.tree.map(np.asarray, algorithm.params(algorithm.init(jax.random.key(1))))
-    fr.save_algorithm(tmp_path / "start", algorithm, params)
-    helper = (tmp_path / "helper-keys" / "helper.pub").read_text().strip()
+    fr.save_algorithm(folder / "start", algorithm, params)
+    helper = (folder / "helper-keys" / "helper.pub").read_text().strip()
     fr.device.bundle(
         algorithm,
         params,
-        tmp_path / "bundle",
+        folder / "bundle",
         like={"item": np.arange(6), "rating": np.float32([1, 2, 3, 4, 5, 1])},
         most=6,
         train=fr.device.DevicePlan(rounds=ROUNDS, least=3, helper=helper, reports_per_day=100),
     )
+    return folder, algorithm
+
+
+@pytest.fixture
+def deployment(made, tmp_path):
+    """What is made, and the commands of both servers."""
+    folder, algorithm = made
+    for source in folder.iterdir():
+        shutil.copytree(source, tmp_path / source.name)
     ports = {"helper": free_port(), "serve": free_port()}
     helper_words = ["-m", "fedrecon", "helper", tmp_path / "bundle", "--keys", tmp_path / "helper-keys"]
     helper_words += ["--key", tmp_path / "helper-keys" / "helper.key", "--state", tmp_path / "helper"]
@@ -199,3 +214,162 @@ def test_devices_train_as_the_simulator_does_through_restarts(deployment, tmp_pa
     for path, leaf in flatten(params)[0].items():
         np.testing.assert_array_equal(leaf, flatten(algorithm.params(state))[0][path])
         np.testing.assert_allclose(leaf, flatten(algorithm.params(simulated))[0][path], atol=1e-5)
+
+
+# ---- what a device does not do, whoever asks ----
+
+
+class Coordinator:
+    """A server that says what a test wants it to, and remembers what it was sent."""
+
+    def __init__(self, made):
+        folder, algorithm = made
+        self.bundle, self.requests, self.bodies = folder / "bundle", [], []
+        plan = read_served_plan(self.bundle)
+        self.about = {"plan": plan.digest, "run": "a run", "round": 0, "key": [1, 2], "batch": "0" * 32}
+        state = algorithm.init(jax.random.key(1))
+        self.arrays = {f"message/{path}": np.asarray(x) for path, x in flatten(algorithm.message(state))[0].items()}
+        self.task, self.statuses, self.check_in = {}, [], 200  # changes of the task; of reports, one after the other
+
+    def broadcast(self):
+        return save(self.arrays, {"fedrecon": json.dumps(self.about)})
+
+    def answer(self, method, path):
+        data = self.broadcast()
+        if path == "/v1/check-in":
+            task = {name: self.about[name] for name in ("plan", "run", "round")}
+            task |= {"broadcast": hashlib.sha256(data).hexdigest(), "size": len(data), "ticket": "t", "seconds": 30}
+            return self.check_in, json.dumps(task | self.task).encode()
+        return (200, data) if method == "GET" else (self.statuses.pop(0) if self.statuses else 201, b"")
+
+
+@pytest.fixture
+def coordinator(made):
+    script = Coordinator(made)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            script.requests.append((self.command, self.path))
+            script.bodies.append(body)
+            status, data = script.answer(self.command, self.path)
+            if status is None:  # the connection ends without an answer
+                self.close_connection = True
+                return
+            self.send_response(status)
+            for name, value in (("Content-Length", len(data)), ("Location", "/elsewhere"), ("Retry-After", 7)):
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_PUT = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        script.url = f"http://127.0.0.1:{server.server_address[1]}"
+        yield script
+        server.shutdown()
+        thread.join()
+
+
+def device_of(coordinator, tmp_path, examples=6):
+    device = Participant(coordinator.bundle, coordinator.url, tmp_path / "me.json", token="a token")
+    if not device.personal.stored():
+        device.personal.add({name: column[:examples] for name, column in examples_of("me").items()})
+    return device
+
+
+def test_a_device_reports_once_and_its_owner_can_see_it(coordinator, tmp_path):
+    step = device_of(coordinator, tmp_path).step()
+    plan = read_served_plan(coordinator.bundle)
+    assert coordinator.requests[-1] == ("PUT", "/v1/rounds/0/reports/t")
+    assert len(coordinator.bodies[-1]) == plan.report_bytes == step.report["bytes"]
+    again = device_of(coordinator, tmp_path)  # as after a restart
+    assert again.step().report is None
+    assert again.reports() == [step.report]
+    assert (step.report["run"], step.report["round"], step.report["status"]) == ("a run", 0, "sent")
+    assert "sums of 3 or more" in step.report["protected"]
+    assert [method for method, _ in coordinator.requests].count("PUT") == 1
+    stored = again.personal.stored()
+    sent = b"".join(coordinator.bodies)
+    assert stored["participation"]["name"].encode() not in sent
+    assert bytes.fromhex(stored["participation"]["name"]) not in sent
+    again.leave()
+    assert again.personal.stored() == {name: value for name, value in stored.items() if name != "participation"}
+
+
+def test_a_lost_answer_is_followed_by_the_same_bytes(coordinator, tmp_path):
+    coordinator.statuses = [None, 200]
+    assert device_of(coordinator, tmp_path).step().report["status"] == "sent"
+    reports = [body for body in coordinator.bodies if body]
+    assert len(reports) == 2
+    assert reports[0] == reports[1]
+
+
+def test_a_report_that_is_late_is_not_sent_again(coordinator, tmp_path):
+    coordinator.statuses = [410]
+    device = device_of(coordinator, tmp_path)
+    assert device.step().report["status"] == "too late"
+    assert device.step().report is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda c: c.task.update(plan="0" * 64), ParticipationError),
+        (lambda c: c.task.update(round=1), ParticipationError),
+        (lambda c: c.task.update(run="another"), ParticipationError),
+        (lambda c: c.task.update(ticket="../../elsewhere"), ParticipationError),
+        (lambda c: c.about.update(batch="x"), ParticipationError),
+        (lambda c: c.about.update(key=[1]), ParticipationError),
+        (lambda c: c.task.update(size=10), ConnectionError),
+        (lambda c: c.task.update(broadcast="0" * 64), ConnectionError),
+        (lambda c: c.arrays.clear(), BundleError),
+        (lambda c: c.arrays.update({name: array[:1] for name, array in c.arrays.items()}), BundleError),
+        (lambda c: setattr(c, "check_in", 401), ParticipationError),
+        (lambda c: setattr(c, "check_in", 302), ConnectionError),
+        (lambda c: setattr(c, "check_in", 500), ConnectionError),
+    ],
+)
+def test_a_device_sends_nothing_to_a_server_that_asks_for_something_else(change, error, coordinator, tmp_path):
+    change(coordinator)
+    device = device_of(coordinator, tmp_path)
+    with pytest.raises(error):
+        device.step()
+    assert not any(coordinator.bodies)
+    assert ("GET", "/elsewhere") not in coordinator.requests
+    assert device.reports() == []
+
+
+def test_limits_of_the_plan_hold_on_the_device(coordinator, tmp_path):
+    device = device_of(coordinator, tmp_path, examples=1)
+    assert device.step() == (None, 86_400)
+    assert coordinator.requests == []
+    device.personal.add(examples_of("me"))
+    device.trainer.plan["limits"]["reports_per_day"] = 1
+    assert device.step().report is not None
+    coordinator.about["round"] = 1
+    requests = len(coordinator.requests)
+    step = device.step()
+    assert (step.report, 86_300 < step.pause <= 86_400) == (None, True)
+    assert len(coordinator.requests) == requests
+
+
+def test_a_device_waits_as_it_is_told_and_comes_back_after_errors(coordinator, tmp_path):
+    pauses = []
+    coordinator.check_in = 204
+    device = device_of(coordinator, tmp_path)
+    device.run(stop=lambda: len(pauses) == 2, sleep=pauses.append)
+    coordinator.check_in = 503
+    device.run(stop=lambda: len(pauses) == 4, sleep=pauses.append)
+    assert pauses == [7, 7, 5, 10]
+
+
+def test_without_tls_only_this_machine_is_a_server(made, tmp_path):
+    for server in ("http://fed.example.org", "ftp://127.0.0.1", "127.0.0.1:80"):
+        with pytest.raises(ValueError, match="`server`"):
+            Participant(made[0] / "bundle", server, tmp_path / "me.json", token="t")

@@ -25,12 +25,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
 import jax
 import numpy as np
+from pydantic import Field
 from safetensors.numpy import save
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -54,6 +55,7 @@ from fedrecon._src.deploy.http_server import (
     round_number,
 )
 from fedrecon._src.deploy.registry import MAX_SECONDS, NotEnoughNodes
+from fedrecon._src.deploy.tasks import DIGEST, MAC_BYTES, NAME_BYTES, TICKET
 from fedrecon._src.deploy.tokens import Budgets, TokenError, device_of
 from fedrecon._src.privacy.accounting import epsilon_of
 from fedrecon._src.privacy.noise import ShareOfNoise
@@ -152,6 +154,29 @@ class DevicePace:
             check_number(name, getattr(self, name), least=1e-3, most=MAX_SECONDS)
 
 
+@dataclass(frozen=True)
+class DeviceTask:
+    """What a device is asked to do: fetch a broadcast, train on it, report.
+
+    Attributes:
+      plan: the digest of the device plan.
+      run: the name of the training.
+      round: which round of it, from 0.
+      broadcast: the SHA-256 of what the round begins with, by which it is fetched.
+      size: the bytes of that.
+      ticket: what the report is sent with.
+      seconds: how many are left.
+    """
+
+    plan: Annotated[str, Field(pattern=f"^{DIGEST}$")]
+    run: str
+    round: Annotated[int, Field(ge=0, lt=10**9)]
+    broadcast: Annotated[str, Field(pattern=f"^{DIGEST}$")]
+    size: Annotated[int, Field(ge=0)]
+    ticket: Annotated[str, Field(pattern=f"^{TICKET}$")]
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 @dataclass
 class OpenRound:
     """A round that takes reports."""
@@ -218,7 +243,7 @@ class DeviceApi(Service):
 
     def _ticket(self, number: int, device: str) -> str:
         text = f"fedrecon-ticket {self.run} {number} {device}"
-        return hmac.digest(self._secret, text.encode(), "sha256")[:24].hex()
+        return hmac.digest(self._secret, text.encode(), "sha256")[: NAME_BYTES + MAC_BYTES].hex()
 
     def _reports_today(self) -> Counter[bytes]:
         day = int(time.time() // 86_400)
@@ -241,16 +266,16 @@ class DeviceApi(Service):
                 pause = math.ceil(self._retry * random.uniform(0.5, 1.5))  # or all come back at once
                 return Response(status_code=204, headers={"Retry-After": str(pause)})
             self.counts["invited"] += 1
-            task = {
-                "plan": self.plan.digest,
-                "run": self.run,
-                "round": current.number,
-                "broadcast": current.digest,
-                "size": len(current.broadcast),
-                "ticket": self._ticket(current.number, device),
-                "seconds": round(max(current.deadline - time.monotonic(), 1.0), 3),
-            }
-        return JSONResponse(task, headers={"Cache-Control": "no-store"})
+            task = DeviceTask(
+                self.plan.digest,
+                self.run,
+                current.number,
+                current.digest,
+                len(current.broadcast),
+                self._ticket(current.number, device),
+                round(max(current.deadline - time.monotonic(), 1.0), 3),
+            )
+        return JSONResponse(dataclasses.asdict(task), headers={"Cache-Control": "no-store"})
 
     async def get_broadcast(self, request: Request) -> Response:
         """Return what the open round begins with."""
