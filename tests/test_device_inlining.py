@@ -80,6 +80,36 @@ FUNCTIONS = {
         (TABLE,),
         set(),
     ),
+    "products of batches without a common dimension": (
+        lambda x: lax.dot_general(x, x, (((), ()), ((0,), (0,)))),
+        (TABLE,),
+        {"dot_general"},
+    ),
+    "a product of batches over two dimensions": (
+        lambda x: lax.dot_general(x, x, (((1, 3), (3, 1)), ((0,), (0,)))),
+        (DRAW.normal(size=(2, 3, 4, 3)).astype(np.float32),),
+        set(),
+    ),
+    "the gradient of entries chosen in each row": (
+        lambda x, ids: jax.grad(lambda y: jnp.sum(jnp.take_along_axis(y, ids, 1) ** 2))(x),
+        (TABLE[:2].repeat(3, 1), IDS),
+        {"scatter-add", "scatter_add"},
+    ),
+    "the gradient of entries at pairs": (
+        lambda x: jax.grad(lambda y: jnp.sum(y[np.arange(3), np.array([2, 0, 2])] ** 2))(x),
+        (TABLE,),
+        {"scatter-add", "scatter_add"},
+    ),
+    "a choice between booleans": (lambda x: jnp.where(x[0] > 0, x[1] > 0, x[2] > 0), (TABLE,), {"select_n"}),
+    "draws from a key": (
+        lambda words: [
+            jax.random.uniform(jax.random.split(words)[1], (5,), minval=-2.0, maxval=3.0),
+            jax.random.normal(jax.random.fold_in(words, 77), (4, 3)),
+            jax.random.truncated_normal(words, -2.0, 2.0, (6,)),
+        ],
+        (np.array([3, 4_000_000_000], np.uint32),),
+        {"random_bits", "random_split", "random_fold_in", "random_wrap", "random_unwrap", "erf_inv"},
+    ),
     "least squares": (
         lambda x: jax.vmap(lambda y: solve_positive(y.T @ y + jnp.eye(3), y[0]))(x[None]),
         (TABLE,),
