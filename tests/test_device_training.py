@@ -279,6 +279,19 @@ def test_a_plan_that_does_not_fit_the_sums_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["counts", "clicks"])
+def test_saved_models_train_on_what_people_have(tmp_path, name):
+    """People have counts; the model reads their logarithms, or weights made of them."""
+    from device_models import clicks_model, counts_model
+    from fedrecon._src.device.model_bundle import DeviceTraining, bundle_model
+
+    saved = counts_model() if name == "counts" else clicks_model("log")
+    folder = bundle_model(saved, tmp_path / "b", most=MOST, train=DeviceTraining(fr.device.DevicePlan(helper=HELPER)))
+    assert check(folder).vectors == 12
+    assert set(Trainer(Bundle(folder)).plan["examples"]["columns"]) == {"item", "rating"}
+
+
+@pytest.mark.slow
 def test_the_command_bundles_a_saved_model_for_training(tmp_path, capsys):
     from device_models import default_model
     from fedrecon.__main__ import main
