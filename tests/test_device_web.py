@@ -18,7 +18,7 @@ import pytest
 import device_vectors
 from fedrecon._src.app.cli import main, show
 from fedrecon._src.device.model_bundle import items_legend
-from fedrecon._src.device.web_page import page_files, page_lacks, policy, serve
+from fedrecon._src.device.web_page import VENDORED, page_files, page_lacks, policy, serve
 from fedrecon._src.recommend.config import Data, Factorization, RatingsConfig
 from fedrecon._src.recommend.saved_models import SavedModel, open_model
 from fedrecon._src.recommend.tasks import RATINGS, Items
@@ -95,18 +95,31 @@ def test_the_service_worker_caches_every_file_of_the_page_and_follows_the_model(
 
 def test_only_text_and_training_may_run_webassembly():
     assert "wasm" not in policy({"task": "ratings", "files": {}})
+    assert "wasm" not in policy({"task": "ratings", "files": {"plan.json": {}}})
     assert "'wasm-unsafe-eval'" in policy({"task": "text", "files": {}})
-    assert "'wasm-unsafe-eval'" in policy({"task": "ratings", "files": {"plan.json": {}}})
+    assert "'wasm-unsafe-eval'" in policy({"task": "ratings", "files": {"web/sharing.js": {}}})
 
 
-def test_a_page_has_the_scripts_of_training_only_with_a_plan():
-    files = {name: {"bytes": 1, "sha256": "a"} for name in ("plan.json", "update.onnx")}
-    scripts = {"web/keys.js", "web/sealing.js", "web/training.js", "web/onnx.js"}
-    assert not scripts & page_files({"task": "ratings", "files": {}}).keys()
-    pages = page_files({"task": "ratings", "files": files})
+def test_a_page_can_train_with_a_plan_and_onnxruntime_web(tmp_path):
+    for name in VENDORED:
+        (tmp_path / name).write_bytes(b"")
+    manifest = {
+        "task": "ratings",
+        "files": {name: {"bytes": 1, "sha256": "a"} for name in ("plan.json", "update.onnx")},
+    }
+    scripts = {
+        f"web/{name}.js" for name in ("background", "keys", "onnx", "participant", "sealing", "sharing", "training")
+    }
+    assert not scripts & page_files({"task": "ratings", "files": {}}, tmp_path).keys()
+    assert not scripts & page_files(manifest).keys()
+    pages = page_files(manifest, tmp_path)
     assert scripts <= pages.keys()
+    assert b"wasm-unsafe-eval" in pages["web/index.html"]
     assert b'"plan.json"' in pages["web/sw.js"]
-    assert page_lacks({"task": "ratings", "files": files}) == "web/vendor/ort.wasm.min.mjs"
+    assert b"vendor" not in pages["web/sw.js"]  # 14 MB that only those who take part need
+    whole = {**manifest, "files": {**manifest["files"], **dict.fromkeys(pages)}}
+    assert page_lacks(whole) == "global.safetensors"
+    assert page_lacks(manifest) is None
 
 
 def test_text_needs_all_of_onnxruntime_web(tmp_path):

@@ -32,7 +32,7 @@ async function main() {
     bundle.manifest.task === "text"
       ? await (await import("./writing.js")).showWriting(bundle, options)
       : await (await import("./items.js")).showItems(bundle, options);
-  const trains = "plan.json" in bundle.manifest.files;
+  const trains = "web/sharing.js" in bundle.manifest.files;
   const showSharing = trains ? await (await import("./sharing.js")).showSharing(bundle, page.columns, describe) : describe;
   describe();
   at("model").textContent = bundle.digest;

@@ -87,7 +87,7 @@ def bundle_model(
       quantise: store tables in `int8` or `float16`; None keeps float32.
       least_count: items with fewer ratings in training are not recommended, where that is known; by default as
         the model's settings say.
-      onnxruntime_web: the folder `dist` of the npm package, for a page of text.
+      onnxruntime_web: the folder `dist` of the npm package, for a page of text or one that trains.
       onnx: whether to write graphs. The page of a model that ranks items needs none; without them, no exporter is
         needed.
       train: let devices train the model, in this way; None for not.

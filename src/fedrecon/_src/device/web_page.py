@@ -24,6 +24,7 @@ VENDORED = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-thr
 FOR_ITEMS = (TABLES, ITEMS)
 FOR_TEXT = (TABLES, WORDS, "reconstruct.onnx", "predict.onnx")
 FOR_TRAINING = ("plan.json", "update.onnx")
+SWITCH = "web/sharing.js"  # a page that has it can take part in training
 SCRIPTS_OF_ITEMS = ("items.js", "ranking.js", "solvers.js")
 SCRIPTS_OF_TEXT = ("writing.js", "words.js")
 SCRIPTS_OF_TRAINING = ("background.js", "keys.js", "participant.js", "sealing.js", "sharing.js", "training.js")
@@ -31,6 +32,8 @@ SCRIPTS_OF_TRAINING = ("background.js", "keys.js", "participant.js", "sealing.js
 
 def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:
     """Return the files of the page by their name in the bundle.
+
+    The page of a bundle with a device plan can take part in training if it has onnxruntime-web.
 
     Args:
       manifest: the bundle's manifest so far, without the page's own files.
@@ -45,16 +48,19 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
         for source in sources.iterdir()
         if source.name.endswith((".js", ".css"))
     }
-    contents["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), {"@POLICY@": policy(manifest)})
-    ranks, runs_graphs = manifest["task"] in ITEM_TASKS, needs_onnx(manifest)
+    ranks = manifest["task"] in ITEM_TASKS
+    training = "plan.json" in manifest["files"] and vendor is not None
+    runs_graphs = not ranks or training
+    policy_text = {"@POLICY@": _policy(webassembly=runs_graphs)}
+    contents["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), policy_text)
     unused = {*(SCRIPTS_OF_TEXT if ranks else SCRIPTS_OF_ITEMS)}
-    unused |= set() if trains(manifest) else {*SCRIPTS_OF_TRAINING}
+    unused |= set() if training else {*SCRIPTS_OF_TRAINING}
     for name in unused if runs_graphs else {*unused, "onnx.js"}:
         contents.pop(f"web/{name}")
     if runs_graphs and vendor is not None:
         check_vendor(vendor)
         contents |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
-    read = [name for name in _files_read(manifest) if name in manifest["files"]]
+    read = [name for name in _files_read(manifest, training) if name in manifest["files"]]
     digests = {name: digest_of(data) for name, data in contents.items()} | {
         n: manifest["files"][n]["sha256"] for n in read
     }
@@ -67,21 +73,15 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     return dict(sorted(contents.items()))
 
 
-def trains(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a bundle's page can take part in training: whether the bundle has a device plan."""
-    return "plan.json" in manifest["files"]
-
-
 def needs_onnx(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a bundle's page runs graphs: a page of items has its solvers in JavaScript."""
-    return manifest["task"] not in ITEM_TASKS or trains(manifest)
+    """Return whether a bundle's page runs graphs: for text and to train; solvers of items are in JavaScript."""
+    return manifest["task"] not in ITEM_TASKS or SWITCH in manifest["files"]
 
 
-def _files_read(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+def _files_read(manifest: Mapping[str, Any], training: bool) -> tuple[str, ...]:
     """Return the files of the bundle that its page reads."""
     keeps = ("state.onnx",) if "state.onnx" in manifest["files"] else ()
-    training = FOR_TRAINING + keeps if trains(manifest) else ()
-    return (FOR_ITEMS if manifest["task"] in ITEM_TASKS else FOR_TEXT) + training
+    return (FOR_ITEMS if manifest["task"] in ITEM_TASKS else FOR_TEXT) + (FOR_TRAINING + keeps if training else ())
 
 
 def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
@@ -108,13 +108,17 @@ def page_lacks(manifest: Mapping[str, Any]) -> str | None:
     """Return what a bundle's page needs and does not have; None if it has everything."""
     if not needs_onnx(manifest):
         return None
-    needed = [*(f"web/vendor/{name}" for name in VENDORED), *_files_read(manifest)]
+    needed = [*(f"web/vendor/{name}" for name in VENDORED), *_files_read(manifest, SWITCH in manifest["files"])]
     return next((name for name in needed if name not in manifest["files"]), None)
 
 
 def policy(manifest: Mapping[str, Any]) -> str:
     """Return the Content-Security-Policy of a bundle's page: its own files; WebAssembly only where ONNX needs it."""
-    return POLICY.format(wasm=" 'wasm-unsafe-eval'" if needs_onnx(manifest) else "")
+    return _policy(webassembly=needs_onnx(manifest))
+
+
+def _policy(*, webassembly: bool) -> str:
+    return POLICY.format(wasm=" 'wasm-unsafe-eval'" if webassembly else "")
 
 
 def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:

@@ -59,7 +59,7 @@ class Make:
       least_ratings: recommend only items that at least this many training users have rated; by default as in training.
       train: let devices train the model, too: adds the client's part of a round and a plan of what devices agree to.
       devices: how devices train.
-      onnxruntime_web: text only: the dist folder of the npm package onnxruntime-web, which the page needs.
+      onnxruntime_web: the dist folder of the npm package onnxruntime-web, which the page needs for text and to train.
       overwrite: replace an existing bundle.
     """
 
