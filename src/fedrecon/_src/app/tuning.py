@@ -11,7 +11,7 @@ import re
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,8 @@ def tune(
       >>> tuned = fr.recommend.tune("ratings.csv", budget="5m")  # doctest: +SKIP
       >>> tuned.best.values  # doctest: +SKIP
     """
-    optuna = _optuna()
+    optuna = require("optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     if isinstance(config, str):
         config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
     check_config(config)
@@ -190,33 +191,19 @@ def tune(
     if not len(bench.users.valid):
         raise ValueError("there are no validation users to tune on; set aside some with --data.fractions")
     check_some_can_learn(config, task, bench.users)
-    with _held(folder):  # a folder that cannot be written to is noticed before anything is tried
+    # A folder that cannot be written to is noticed before anything is tried.
+    with contextlib.nullcontext() if folder is None else lock_study(Path(folder), "tuning"):
+        if folder is not None and (Path(folder) / TRIALS).exists():
+            raise StorageError(f"{folder} already contains tuning results; choose another folder")
         for remark in bench.ready.remarks:
             say(remark)
         tried, interrupted = _search(optuna, bench, length, trials, say)
-        tuned = Tuned(
-            config,
-            tried,
-            measure_baselines(config, bench.ready.users, "valid", bench.ready.legend),
-            interrupted,
-            _called(config),
-        )
+        baselines = measure_baselines(config, bench.ready.users, "valid", bench.ready.legend)
+        tuned = Tuned(config, tried, baselines, interrupted, _called(config))
         tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is tried[0] else tuned.best.values))
         if folder is not None:
             write_tuned(tuned, Path(folder))
     return tuned
-
-
-@contextlib.contextmanager
-def _held(folder: str | Path | None) -> Iterator[None]:
-    """Hold the folder while settings are tried: it must be new, empty or ours, and without earlier results."""
-    if folder is None:
-        yield
-        return
-    with lock_study(Path(folder), "tuning"):
-        if (Path(folder) / TRIALS).exists():
-            raise StorageError(f"{folder} already contains tuning results; choose another folder")
-        yield
 
 
 def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[tuple[Trial, ...], bool]:
@@ -247,12 +234,6 @@ def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: 
         interrupted = True  # what was found until then is kept
     tried = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]
     return tuple(_trial(trial, config) for trial in tried), interrupted
-
-
-def _optuna() -> Any:
-    optuna = require("optuna")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return optuna
 
 
 class _Bench:
@@ -437,7 +418,7 @@ def _draw(tuned: Tuned, path: Path) -> None:
         axes.grid(alpha=0.25)
         if isinstance(space, list):
             axes.set_xscale("log")
-        for trial in done:
-            face = "tab:blue" if trial.finished else "none"
-            axes.scatter([float(trial.values[name])], [trial.value], facecolors=face, edgecolors="tab:blue")
+        faces = ["tab:blue" if trial.finished else "none" for trial in done]
+        points = [float(trial.values[name]) for trial in done], [trial.value for trial in done]
+        axes.scatter(*points, facecolors=faces, edgecolors="tab:blue")
     write_figure(figure, path)
