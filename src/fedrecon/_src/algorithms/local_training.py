@@ -42,5 +42,5 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
     """
     shared = flatten(shapes_of(model.init_global))[0]
     if shared:
-        raise ValueError(f"local training needs a model with local='*', without globals (got {', '.join(shared)})")
+        raise ValueError(f"local training needs local='*', no global parameters (got {', '.join(shared)})")
     return federated_reconstruction(model, reconstruct=train, update=train, server=optax.identity())
