@@ -37,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from fedrecon._src.algorithms.algorithm import Algorithm, ServerState
+from fedrecon._src.algorithms.algorithm import Algorithm, ServerState, with_params
 from fedrecon._src.algorithms.rounds import server_round, total_shapes
 from fedrecon._src.algorithms.saving import DESCRIPTION, load_algorithm, save_algorithm
 from fedrecon._src.algorithms.saving import digest as digest_of
@@ -469,8 +469,7 @@ class _Rounds:
     ):
         self.api, self.plan, self.folder, self.helper, self.pace = api, api.plan, folder, helper, pace
         self.algorithm, self.seed, self.say = start.algorithm, seed, say
-        model = self.algorithm.model._replace(init_global=lambda key: jax.tree.map(jax.numpy.asarray, start.params))
-        begun = dataclasses.replace(self.algorithm, model=model).init(run_keys(seed).init)
+        begun = with_params(self.algorithm.init(run_keys(seed).init), start.params)
         self.state: ServerState = jax.tree.map(np.asarray, begun)
         self.done, self.history = 0, list[dict[str, Any]]()
         if (checkpoint := folder.restore({"server": self.state._asdict(), "kept": ()})) is not None:
