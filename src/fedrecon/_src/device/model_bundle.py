@@ -60,6 +60,7 @@ class DeviceTraining(NamedTuple):
             clients=self.most,
             weigh=build_weights(saved.config, saved.algorithm.model),
             max_weight=float(examples * tokens),
+            max_metric=10.0 * examples * tokens,  # more would round small losses to nothing
             protocol="two-servers",
             bits=self.bits,
         )
