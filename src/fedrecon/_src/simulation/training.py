@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 
 from fedrecon._src.algorithms.algorithm import Algorithm, ServerState
 from fedrecon._src.algorithms.rounds import init_client_state
@@ -521,7 +520,8 @@ class _Loop:
         if newest is None:
             return 0
         done, saved, records = newest
-        self.now = _State(done, put_on_devices(ServerState(**saved["server"]), self.layout), saved[KEPT])
+        client_state = jax.tree.map(np.array, saved[KEPT])  # rounds write to it
+        self.now = _State(done, put_on_devices(ServerState(**saved["server"]), self.layout), client_state)
         history.extend(records)
         self.stopper.restore(saved, records)
         return done
@@ -541,8 +541,27 @@ class _Loop:
         self._ahead = self._cohorts.prepare_ahead(done, stop - done) if done < stop else None
         meanwhile()
         reports = jax.tree.map(np.asarray, reports)
-        self.now = _State(done, server, _put(self.now.client_state, order, cohort_state))
+        self._put(order, cohort_state, done, server)
         self.pending.extend(self._record(packed, reports, r) for r in range(packed.number))
+
+    def _put(self, order: np.ndarray, cohort_state: Any, done: int, server: ServerState) -> None:
+        """Write a cohort's state into that of all clients, in place: a copy would take longer than a round.
+
+        An interruption in the middle undoes what was written, so that the state is that before the round or after it.
+        """
+        before, rows = self.now, order[order >= 0]
+        stores = jax.tree.leaves(before.client_state)
+        new = [np.asarray(leaf)[order >= 0] for leaf in jax.tree.leaves(cohort_state)]
+        old = [store[rows] for store in stores]
+        try:
+            for store, values in zip(stores, new, strict=True):
+                store[rows] = values
+            self.now = _State(done, server, before.client_state)
+        except BaseException:
+            if self.now is before:
+                for store, values in zip(stores, old, strict=True):
+                    store[rows] = values
+            raise
 
     def _record(self, packed: PackedRounds, reports: Report, r: int) -> Record:
         report = {name: value[r] for name, value in reports.items()}
@@ -561,14 +580,3 @@ def _number(value: Any) -> float | int:
     """Return a whole number as an integer, any other as a float."""
     number = float(value)
     return int(number) if number.is_integer() else number
-
-
-def _put(client_state: Any, order: np.ndarray, cohort_state: Any) -> Any:
-    """Return the state of all clients with that of a cohort replaced."""
-
-    def put(store: np.ndarray, new: Array) -> np.ndarray:
-        store = store.copy()
-        store[order[order >= 0]] = np.asarray(new)[order >= 0]
-        return store
-
-    return jax.tree.map(put, client_state, cohort_state)
