@@ -30,7 +30,7 @@ ROOT = HERE.parent.parent
 SCRIPTS = ROOT / "src-device" / "fedrecon_device" / "web"
 RUNTIME = ROOT / "tests" / "web" / "node_modules" / "onnxruntime-web" / "dist"  # `make devices-demo` installs it
 TRAINING = "--preset paper --model.dim 8 --model.biases --model.init-mean 3.5 --reconstruct.solver least-squares "
-TRAINING += "--reconstruct.ridge 2 --update.learning-rate 0.5 --server.learning-rate 5 --evaluate-every 0"
+TRAINING += "--reconstruct.ridge 2 --update.learning-rate 0.1 --server.learning-rate 10 --evaluate-every 0"
 LONGEST = 900  # seconds, whatever happens
 
 
@@ -51,7 +51,7 @@ class Scale:
     least: int = 20
     per_round: int = 30
     rounds: int = 10
-    start_rounds: int = 10
+    start_rounds: int = 2
     examples: int = 100
 
 
