@@ -149,6 +149,11 @@ test("another plan, round or broadcast than agreed to is refused before anything
   await assert.rejects(join(address).participant.step(signal), /was changed/);
 });
 
+test("a round that ends before its broadcast is fetched is no reason to give up", async () => {
+  const { address } = await start({ broadcast: (_, response) => response.writeHead(404).end() });
+  await assert.rejects(join(address).participant.step(signal), (problem) => !(problem instanceof Refusal));
+});
+
 test("an expired token is replaced once; a device that is not admitted stops", async () => {
   let refusals = 0;
   const { requests, address } = await start({

@@ -152,7 +152,8 @@ export class Participant {
    */
   async download(task, signal) {
     if (!/^[0-9a-f]{64}$/.test(task.broadcast) || !(task.size <= MOST_BYTES)) throw new Refusal("the task has no broadcast");
-    const answer = await this.request(`v1/broadcasts/${task.broadcast}`, { signal });
+    const answer = await this.request(`v1/broadcasts/${task.broadcast}`, { signal }, [404, 410]);
+    if (!answer.ok) throw new Error("the round is over"); // it ended while we asked; there will be others
     const data = await answer.arrayBuffer();
     if (data.byteLength !== task.size || (await digestOf(data)) !== task.broadcast) throw new Error("the broadcast was changed");
     const about = JSON.parse(readMetadata(data).fedrecon);
