@@ -13,7 +13,7 @@ import { at, element, say } from "./widgets.js";
  * @typedef {import("./training.js").Plan} Plan
  */
 
-const SHOWN = 20, AGAIN = 30, LONGEST = 3600; // reports; seconds after a first problem, and after many
+const SHOWN = 20, AGAIN = 10, LONGEST = 3600; // reports; seconds after a first problem, and after many
 const STATES = {
   reported: "Sent. Waiting for the next round.",
   told: "Waiting for the next round.",
