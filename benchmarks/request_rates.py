@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fedrecon._src.deploy import certificates, node_keys
-from fedrecon._src.deploy.devices import DeviceApi, DevicePlan, OpenRound
+from fedrecon._src.deploy.devices import DeviceApi, OpenRound, ServedPlan
 from fedrecon._src.deploy.http_server import Api, Limits, Service, Tls, run_server, run_service
 from fedrecon._src.deploy.tasks import TaskBoard
 from fedrecon._src.deploy.tokens import issue_token
@@ -54,7 +54,7 @@ def node_jobs():
     node_keys.REQUESTS_PER_SECOND = node_keys.BURST = 1e9
     key, board = Ed25519PrivateKey.generate(), TaskBoard()
     number = board.number_of(node_keys.public_bytes(key))
-    plan = DevicePlan(b"", "", 1, 1, "float32", 1, 1, None)
+    plan = ServedPlan(b"", "", 1, 1, "float32", 1, 1, None)
     api = Api(plan, board, node_keys.Verifier(None), Limits(max(SIZES)))
 
     def sign(method, path, data=b""):
@@ -79,7 +79,7 @@ def device_jobs(folder):
         return {"Authorization": f"Bearer {issue_token(secret, f'device-{k}')}"}
 
     for size in SIZES:
-        api = DeviceApi(DevicePlan(b"", "", 1, size // 4, "uint32", 1, 10, None), secret)
+        api = DeviceApi(ServedPlan(b"", "", 1, size // 4, "uint32", 1, 10, None), secret)
         spool = Spool(folder / f"spool-{size}", size)
         api.open_round(OpenRound(0, b"", b"", spool, 10**9, time.monotonic() + 3600))
         data, requests = os.urandom(size), []

@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 import fedrecon as fr
 from device_models import default_model
 from fedrecon._src.algorithms.algorithm import with_params
-from fedrecon._src.deploy.devices import DeviceApi, DevicePace, Start, read_served_plan, serve_devices
+from fedrecon._src.deploy.device_rounds import DevicePace, Start, serve_devices
+from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import hmac
 import json
 import math
 import threading
@@ -19,8 +20,9 @@ from jsonschema import validate
 
 import fedrecon as fr
 from fedrecon._src.algorithms.rounds import total_shapes
-from fedrecon._src.deploy import devices, tokens
-from fedrecon._src.deploy.devices import DeviceApi, DevicePace, OpenRound, read_served_plan, serve_devices
+from fedrecon._src.deploy import device_rounds, tokens
+from fedrecon._src.deploy.device_rounds import DevicePace, serve_devices
+from fedrecon._src.deploy.devices import DeviceApi, OpenRound, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service
@@ -217,6 +219,10 @@ def test_what_is_not_a_report_has_no_effect(opened, plan):
     assert refusal(http.call("PUT", path_of(task), data=data + b"1")) == (413, "too-large")
     assert refusal(http.call("PUT", path_of(task), data=data[:-1])) == (400, "wrong-size")
     assert http.call("PUT", path_of(task), data=iter([data])).status_code == 411
+    owner = hmac.digest(SECRET, b"fedrecon-owner device-0", "sha256")[:16]
+    http.api._uploading.add(owner)  # on another connection
+    assert refusal(http.call("PUT", path_of(task), data=data)) == (429, "too-many")
+    http.api._uploading.clear()
     assert len(current.spool) == 0
     assert http.call("PUT", path_of(task), data=data).status_code == 201
 
@@ -280,7 +286,7 @@ def connect(port, key=COORDINATOR):
 
 def start_of(algorithm=ALGORITHM, seed=1):
     params = jax.tree.map(np.asarray, algorithm.params(algorithm.init(jax.random.key(seed))))
-    return devices.Start(algorithm, params, lambda folder, params: fr.save_algorithm(folder, algorithm, params))
+    return device_rounds.Start(algorithm, params, lambda folder, params: fr.save_algorithm(folder, algorithm, params))
 
 
 @contextlib.contextmanager
@@ -341,8 +347,8 @@ def test_rounds_have_the_sum_of_their_reports(plan, tmp_path):
     assert_equal(outcome.params, expected(cohorts))
     assert [(record["invited"], record["answered"], record["failed"]) for record in outcome.history] == [(4, 4, {})] * 2
     assert outcome.history[0]["bytes_received"] == 4 * plan.report_bytes
-    assert_equal(devices.open_start(tmp_path / "run", plan).params, outcome.params)
-    assert not (tmp_path / "run" / devices.SPOOL).exists()
+    assert_equal(device_rounds.open_start(tmp_path / "run", plan).params, outcome.params)
+    assert not (tmp_path / "run" / device_rounds.SPOOL).exists()
 
 
 def test_reports_outlive_a_coordinator_whose_helper_is_gone(plan, tmp_path):
@@ -418,7 +424,7 @@ def test_training_begins_with_a_run_of_the_command_line(tmp_path):
     saved.save(tmp_path / "run" / "model")
     algorithm = saved.trainable(2, secure)
     plan = write_plan(tmp_path / "bundle", algorithm, aggregator=recipe_of(secure))
-    start = devices.open_start(tmp_path / "run", plan)
+    start = device_rounds.open_start(tmp_path / "run", plan)
     assert fr.kit.digest(start.algorithm) == plan.algorithm
     start.save(folder=tmp_path / "after", params=jax.tree.map(lambda leaf: leaf + 1, start.params))
     assert_equal(open_model(tmp_path / "after").params, jax.tree.map(lambda leaf: leaf + 1, saved.params))
@@ -450,14 +456,14 @@ def noised_algorithm(least):
 def test_fewer_honest_devices_have_less_noise_than_was_promised():
     share = noised_algorithm(10).aggregator.share(total_shapes(ALGORITHM).parts)
     delta = 1e-6
-    table = devices.describe_noise(share, 5, 10, delta)
+    table = device_rounds.describe_noise(share, 5, 10, delta)
     assert [lie for lie, _ in table] == [0, 0.1, 0.25, 0.5]
     assert table[0][1] == pytest.approx(fr.privacy.epsilon_of([share.release(1.0, 5)], delta))  # as promised
     # With half of the noise's variance, noise 2 is noise 2 / sqrt(2).
     half = share._replace(noise_multiplier=2.0 / math.sqrt(2)).release(1.0, 5)
     assert table[-1][1] == pytest.approx(fr.privacy.epsilon_of([half], delta))
     assert [epsilon for _, epsilon in table] == sorted(epsilon for _, epsilon in table)
-    more = devices.describe_noise(share, 5, 20, delta)  # twice as many as were needed: half of them may lie
+    more = device_rounds.describe_noise(share, 5, 20, delta)  # twice as many as were needed: half of them may lie
     assert more[-1][1] == pytest.approx(table[0][1])
 
 

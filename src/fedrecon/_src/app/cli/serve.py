@@ -220,7 +220,8 @@ def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[s
 
 def _run_devices(args: Serve) -> int:
     """Train over devices."""
-    from fedrecon._src.deploy.devices import DeviceApi, DevicePace, open_start, read_served_plan, serve_devices
+    from fedrecon._src.deploy.device_rounds import DevicePace, open_start, serve_devices
+    from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
     from fedrecon._src.deploy.http_client import Connection, parse_server
     from fedrecon._src.deploy.http_server import Limits, parse_address, run_service
     from fedrecon._src.deploy.node_keys import read_private_key
