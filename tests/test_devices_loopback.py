@@ -25,9 +25,12 @@ from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.deploy.certificates import read_helper
 from fedrecon._src.deploy.devices import read_served_plan
 from fedrecon._src.deploy.tokens import issue_token, read_secret
+from fedrecon._src.privacy.secure_sum.two_servers import read_sum_plan
 from fedrecon_device import Bundle, BundleError, Participant, ParticipationError
+from fedrecon_device.sealing import RECORD, expand, open_seed, unpack
 from fedrecon_device.store import Store
 from fedrecon_device.training import Trainer
 
@@ -373,3 +376,19 @@ def test_without_tls_only_this_machine_is_a_server(made, tmp_path):
     for server in ("http://fed.example.org", "ftp://127.0.0.1", "127.0.0.1:80"):
         with pytest.raises(ValueError, match="`server`"):
             Participant(made[0] / "bundle", server, tmp_path / "me.json", token="t")
+
+
+def test_a_device_adds_the_noise_of_the_plan_before_it_masks(coordinator, made, tmp_path):
+    device = device_of(coordinator, tmp_path)
+    device.trainer.plan["noise"] = {"variance": 400.0, "least": 3}
+    report = device.step().report
+    assert report["protected"].endswith("with noise from this device")
+    key, sums = read_helper(made[0] / "helper-keys" / "helper.key"), read_sum_plan(coordinator.bundle)
+    data = coordinator.bodies[-1]
+    seed = open_seed(key, sums.helper, data[:RECORD], sums.purpose("a run", 0, bytes(16)))
+    noised = unpack(data[RECORD:], sums.length, sums.bits) - expand(seed, sums.length)
+    name, columns = device.personal.stored()["participation"]["name"], device.personal.columns()
+    exact = device.trainer.update(coordinator.arrays, (1, 2), name, columns).vector
+    noise = ((noised - exact).astype(np.uint32) << 12).astype(np.int32) >> 12  # of 20 bits
+    assert 10 < noise.std() < 40
+    assert np.count_nonzero(noise) > 0.8 * len(noise)
