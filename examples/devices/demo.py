@@ -178,18 +178,19 @@ class Demo:
         listen = ("--listen", self.helper.removeprefix("https://"), "--keys", self.keys)
         self.begin("helper", fedrecon("helper", self.bundle / "plan.json", *options, *listen))
 
-    def start_coordinator(self, run: Path, begin_with: Path, retry: float) -> subprocess.Popen[bytes]:
-        """Start the first server."""
+    def start_coordinator(self, run: Path, begin_with: Path, *, slow: bool = False) -> subprocess.Popen[bytes]:
+        """Start the first server; slow rounds stay open until their deadline, for people who join by hand."""
         options = {
             "run": begin_with,
             "tokens": self.keys / "tokens.key",
             "helper": self.helper,
             "helper-ca": self.keys / "ca.crt",
             "sign": self.keys / "nodes" / "coordinator.key",
-            "retry": retry,
+            "retry": 5 if slow else 1,
         }
         words = [word for name, value in options.items() for word in (f"--devices.{name}", value)]
-        pace = ("--per-round", self.scale.per_round, "--deadline", 20, "--wait", 300, "--status", "none")
+        reports = 4 * self.scale.devices if slow else self.scale.per_round
+        pace = ("--per-round", reports, "--deadline", 20, "--wait", 300, "--status", "none")
         listen = ("--listen", self.server.removeprefix("https://"), "--keys", self.keys, "--out", run)
         return self.begin(run.name, fedrecon("serve", self.bundle, *listen, *words, *pace))
 
@@ -290,7 +291,7 @@ def demonstrate(folder: Path, scale: Scale, stay: bool) -> None:
     run = folder / "run"
     try:
         demo.start_helper()
-        coordinator = demo.start_coordinator(run, demo.start, retry=1)
+        coordinator = demo.start_coordinator(run, demo.start)
         with demo.page() as address:
             print(demo.start_devices(people), flush=True)
             if address is not None:
@@ -305,7 +306,7 @@ def demonstrate(folder: Path, scale: Scale, stay: bool) -> None:
                 print(f"training goes on, so that you can join at {address}; Ctrl-C ends it", flush=True)
                 number += 1
                 last, run = run, folder / f"run{number}"
-                follow(demo, run, demo.start_coordinator(run, last, retry=5), float("inf"))
+                follow(demo, run, demo.start_coordinator(run, last, slow=True), float("inf"))
     except KeyboardInterrupt:
         print("ended")
     finally:
