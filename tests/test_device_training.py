@@ -305,7 +305,7 @@ def test_the_command_bundles_a_saved_model_for_training(tmp_path, capsys):
     plan = read_plan((tmp_path / "b" / "plan.json").read_bytes())
     again = open_model(tmp_path / "model").trainable(plan["rounds"], follow(plan["aggregator"]))
     assert plan["algorithm"] == fr.kit.digest(again)
-    assert plan["sum"]["bits"] == 24
+    assert plan["sum"]["bits"] == 32
     assert "key" not in plan["inputs"]  # this recipe starts at zero
 
 

@@ -42,7 +42,7 @@ class DeviceTraining(NamedTuple):
 
     plan: DevicePlan = DevicePlan()
     clip_norm: float = 5.0
-    bits: int = 24
+    bits: int = 32
     most: int = 1000
 
     def algorithm(self, saved: SavedModel[Any], examples: int) -> Algorithm:

@@ -27,7 +27,8 @@ class Devices:
       least: the fewest reports of a sum.
       most: with helper: the most reports of a sum.
       clip_norm: with helper: the largest norm of a report.
-      bits: with helper: 20, 24 or 32 per number of a report; fewer are smaller and coarser.
+      bits: with helper: 20, 24 or 32 per number of a report; fewer make reports smaller and rounding coarser: the step is clip_norm
+        times the largest weight, divided by what the ring leaves to each of `most` reports.
       reports_per_day: how many reports a device sends per day at most.
       min_examples: devices with fewer examples do not take part.
     """
@@ -37,7 +38,7 @@ class Devices:
     least: int = 10
     most: int = 1000
     clip_norm: float = 5.0
-    bits: Literal[20, 24, 32] = 24
+    bits: Literal[20, 24, 32] = 32
     reports_per_day: int = 4
     min_examples: int = 2
 
