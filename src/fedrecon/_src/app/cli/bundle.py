@@ -27,8 +27,8 @@ class Devices:
       least: the fewest reports of a sum.
       most: with helper: the most reports of a sum.
       clip_norm: with helper: the largest norm of a report.
-      bits: with helper: 20, 24 or 32 per number of a report; fewer make reports smaller and rounding coarser: the step is clip_norm
-        times the largest weight, divided by what the ring leaves to each of `most` reports.
+      bits: with helper: 20, 24 or 32 per number of a report; fewer make reports smaller and rounding coarser: by 2 to
+        the power of what is left out, and more so with a large `most`.
       reports_per_day: how many reports a device sends per day at most.
       min_examples: devices with fewer examples do not take part.
     """
