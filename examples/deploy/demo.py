@@ -168,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("deploy-demo"), help="the folder; an earlier demo is replaced")
     parser.add_argument("--secure", action="store_true", help="hide every node's sum from the server")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes must not outlive the demonstration
     mark = args.out / ".deploy-demo"
     if args.out.exists():
         if not mark.exists():

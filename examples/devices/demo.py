@@ -324,6 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--stay", action="store_true", help="go on until Ctrl-C, so that you can take part in a browser"
     )
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # devices must not outlive the demonstration
     mark = args.out / ".devices-demo"
     if args.out.exists():
         if not mark.exists():
