@@ -8,16 +8,19 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.recommend.personal_words import PersonalWords, expected_counts
 from fedrecon._src.recommend.word_evaluation import (
+    KEYS,
+    OWN_TOP3,
     PERSONAL,
+    TOP1,
+    TOP3,
     Models,
     NextWords,
     Spelling,
-    Tally,
-    Target,
     measure_people,
     measure_sentence,
     model_predictions,
     predict_sentences,
+    tally_metrics,
 )
 from fedrecon.data import Sentences, Vocabulary, personal_text
 
@@ -109,15 +112,15 @@ def test_a_sentence_is_measured_by_hand():
     """Words by use: the, a, then, bat. `bat` is fourth, and first once b is typed; ox is new; then it ends."""
     spelling = Spelling(Vocabulary(("the", "a", "then", "bat"), 1))
     shares = np.repeat([[0, 0.4, 0.2, 0.15, 0.1, 0, 0.05]], 4, 0)
-    found, tally = NextWords(shares, np.full(4, 0.1)), Tally()
-    targets = [Target(1, "the"), Target(4, "bat"), Target(-1, "ox"), Target(6, "")]
+    found, tally = NextWords(shares, np.full(4, 0.1)), np.zeros((5, 2))
+    targets = [(1, "the"), (4, "bat"), (-1, "ox"), (6, "")]
     hits = measure_sentence(tally, found, targets, spelling, (), np.ones(4))
     assert hits.tolist() == [True, False, False, False]
-    assert tally.top1.tolist() == [1, 2]
-    assert tally.top3.tolist() == [1, 3]
-    assert tally.own_words.tolist() == [0, 1]
-    assert tally.keys.tolist() == [3 + 2, 4 + 4 + 3]
-    assert tally.metrics()["perplexity"] == pytest.approx(np.exp(-np.log([0.4, 0.1, 0.1, 0.05]).mean()))
+    assert tally[TOP1].tolist() == [1, 2]
+    assert tally[TOP3].tolist() == [1, 3]
+    assert tally[OWN_TOP3].tolist() == [0, 1]
+    assert tally[KEYS].tolist() == [3 + 2, 4 + 4 + 3]
+    assert tally_metrics(tally)["perplexity"] == pytest.approx(np.exp(-np.log([0.4, 0.1, 0.1, 0.05]).mean()))
 
 
 def test_learning_goes_on_while_a_person_writes():
