@@ -31,6 +31,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "wait": {"type": "integer", "minimum": 0, "maximum": 99_999, "default": 0},
     "batch": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
     "run": {"type": "string", "minLength": 1, "maxLength": LONGEST_RUN},
+    "broadcast": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
 }
 SIGNATURE = {
     name: {"name": name, "in": "header", "required": True, "schema": {"type": "string", "pattern": f"^{form.pattern}$"}}
@@ -70,7 +71,7 @@ HELPER = Described(
     "fedrecon helper",
     "Batches are signed with the coordinator's Ed25519 key, as nodes sign: docs/deploy.md, Devices.",
     SIGNATURE,
-    {"post_batch": ("run",)},
+    {"post_batch": ("run", "broadcast")},
     (Problem,),
 )
 ANSWERS: dict[str, dict[str, Any]] = {  # by endpoint and status

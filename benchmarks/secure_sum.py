@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import subprocess
@@ -31,7 +32,7 @@ from fedrecon._src.deploy.certificates import make_helper, make_node, make_token
 from fedrecon._src.deploy.tokens import issue_token, read_secret
 from fedrecon._src.privacy import secure_sum as ss
 from fedrecon._src.privacy.secure_sum import two_servers
-from fedrecon_device.sealing import Purpose, make_report
+from fedrecon_device.sealing import make_report
 from fedrecon_device.tensors import read_metadata
 from load import STAGES, SimulatedDevice, run_devices
 
@@ -106,7 +107,7 @@ def measure_two_servers(clients, length, bits):
         make_helper(folder)
         key = read_helper(folder / "helper.key")
         plan = two_servers.SumPlan(bytes(32), length, bits, LEAST, key.public_key().public_bytes_raw())
-        purpose = plan.purpose("run", 0, bytes(16))
+        purpose = plan.purpose("run", 0, bytes(16), "0" * 64)
         spool, exact = two_servers.Spool(folder / "spool", plan.report_bytes), np.zeros(length, np.uint32)
         for client in range(clients):
             values = vector(client, length)
@@ -116,7 +117,8 @@ def measure_two_servers(clients, length, bits):
                 exact += values
         count = len(spool)
         records = clock("coordinator", spool.records, count)
-        answer = clock("helper", two_servers.Helper(plan, key, folder).answer, "run", 0, bytes(16), records)
+        helper = two_servers.Helper(plan, key, folder)
+        answer = clock("helper", helper.answer, "run", 0, bytes(16), records, "0" * 64)
         total, counted = clock("coordinator", two_servers.unmask, plan, spool.reports(count), answer, count)
         spool.close()
     assert counted == count
@@ -191,7 +193,8 @@ def report_on(plan, name, data):
     if int(name) % 50 == 0:
         return bytes(plan.report_bytes)
     about = json.loads(read_metadata(data, "broadcast")["fedrecon"])
-    purpose = Purpose(plan.digest, about["run"], bytes.fromhex(about["batch"]), about["round"], plan.length)
+    batch, broadcast = bytes.fromhex(about["batch"]), hashlib.sha256(data).hexdigest()
+    purpose = plan.purpose(about["run"], about["round"], batch, broadcast)
     return make_report(small_vector(plan.length, name, about["round"]), plan.helper, purpose, plan.bits)
 
 

@@ -30,8 +30,9 @@ from fedrecon._src.deploy.node_keys import Verifier, public_bytes
 from fedrecon._src.deploy.registry import NotEnoughNodes
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, read_sum_plan
 from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.manifest import read_manifest, write_manifest
 from fedrecon.deploy import issue_token
-from fedrecon_device.sealing import Purpose, make_report
+from fedrecon_device.sealing import make_report
 from fedrecon_device.tensors import read_metadata
 
 with warnings.catch_warnings():
@@ -90,7 +91,7 @@ def report_of(plan, data, name):
     """Return a device's report on a broadcast."""
     about = json.loads(read_metadata(data, "broadcast")["fedrecon"])
     batch, vector = bytes.fromhex(about["batch"]), vector_of(name, about["round"])
-    purpose = Purpose(bytes.fromhex(plan.digest), about["run"], batch, about["round"], plan.length)
+    purpose = plan.sums.purpose(about["run"], about["round"], batch, hashlib.sha256(data).hexdigest())
     return make_report(vector, plan.sums.helper, purpose, plan.sums.bits)
 
 
@@ -370,6 +371,21 @@ def test_reports_outlive_a_coordinator_whose_helper_is_gone(plan, tmp_path):
     assert_equal(results[0].params, expected([names, names]))
 
 
+def test_a_round_does_not_continue_with_another_broadcast(plan, tmp_path):
+    """What its devices have sent is bound to the first, so the helper would open none of it."""
+    api = DeviceApi(plan, SECRET)
+    with connect(1) as nobody, training(api, tmp_path / "run", nobody, pace={"patience": 0.1}) as results:
+        pass
+    assert isinstance(results[0], NotEnoughNodes)
+    file = tmp_path / "run" / device_rounds.BATCH
+    about = read_manifest(file, device_rounds.BATCH_FORMAT)
+    write_manifest(file, device_rounds.BATCH_FORMAT, about | {"broadcast": "0" * 64})
+    with connect(1) as nobody, training(api, tmp_path / "run", nobody, resume=True) as results:
+        pass
+    assert isinstance(results[0], StorageError)
+    assert "has the broadcast 0000000000000000" in str(results[0])
+
+
 def test_too_few_readable_reports_leave_the_round_open(plan, tmp_path):
     api, names = DeviceApi(plan, SECRET), NAMES[:5]
     http = Devices(api)
@@ -381,7 +397,7 @@ def test_too_few_readable_reports_leave_the_round_open(plan, tmp_path):
         task = http.call("GET", "/v1/check-in", "liar").json()
         assert http.call("PUT", path_of(task), "liar", bytes(plan.report_bytes)).status_code == 201
         assert [http.take_part(name) for name in names[:2]] == [201] * 2
-        wait_until(lambda: api._round is not None and api._round.most == 4)  # two can be read, three are needed
+        wait_until(lambda: api._round is not None and api._round.closes_at == 4)  # two can be read, three are needed
         assert http.take_part(names[0]) == 204
         assert http.take_part(names[2]) == 201
         wait_until(lambda: api._round is not None and api._round.number == 1)
@@ -438,9 +454,10 @@ def test_only_the_registered_coordinator_asks_the_helper(plan, tmp_path):
     assert refusal(http.post(f"/v1/rounds/0/batches/{'0' * 32}?run=a", content=b"")) == (401, "unsigned")
     with run_service(api, ("127.0.0.1", 0), None) as port:
         for key, path, message in [
-            (Ed25519PrivateKey.generate(), f"/v1/rounds/0/batches/{'0' * 32}?run=a", "key"),
+            (Ed25519PrivateKey.generate(), f"/v1/rounds/0/batches/{'0' * 32}?run=a&broadcast={'0' * 64}", "key"),
             (COORDINATOR, f"/v1/rounds/0/batches/{'0' * 31}?run=a", "32 hexadecimal digits"),
             (COORDINATOR, f"/v1/rounds/0/batches/{'0' * 32}", "names the training"),
+            (COORDINATOR, f"/v1/rounds/0/batches/{'0' * 32}?run=a&broadcast=x", "`broadcast` is the SHA-256"),
         ]:
             with connect(port, key) as connection, pytest.raises(Exception, match=message):
                 connection.post(path, b"", 100)

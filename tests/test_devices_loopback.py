@@ -333,6 +333,7 @@ def test_a_report_that_is_late_is_not_sent_again(coordinator, tmp_path):
         (lambda c: c.task.update(broadcast="0" * 64), ConnectionError),
         (lambda c: c.arrays.clear(), BundleError),
         (lambda c: c.arrays.update({name: array[:1] for name, array in c.arrays.items()}), BundleError),
+        (lambda c: c.arrays.update({name: array * np.nan for name, array in c.arrays.items()}), ParticipationError),
         (lambda c: setattr(c, "check_in", 401), ParticipationError),
         (lambda c: setattr(c, "check_in", 302), ConnectionError),
         (lambda c: setattr(c, "check_in", 500), ConnectionError),
@@ -385,7 +386,8 @@ def test_a_device_adds_the_noise_of_the_plan_before_it_masks(coordinator, made, 
     assert report["protected"].endswith("with noise from this device")
     key, sums = read_helper(made[0] / "helper-keys" / "helper.key"), read_sum_plan(coordinator.bundle)
     data = coordinator.bodies[-1]
-    seed = open_seed(key, sums.helper, data[:RECORD], sums.purpose("a run", 0, bytes(16)))
+    broadcast = hashlib.sha256(coordinator.broadcast()).hexdigest()
+    seed = open_seed(key, sums.helper, data[:RECORD], sums.purpose("a run", 0, bytes(16), broadcast))
     noised = unpack(data[RECORD:], sums.length, sums.bits) - expand(seed, sums.length)
     name, columns = device.personal.stored()["participation"]["name"], device.personal.columns()
     exact = device.trainer.update(coordinator.arrays, (1, 2), name, columns).vector

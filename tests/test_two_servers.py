@@ -19,15 +19,16 @@ from fedrecon_device.sealing import RECORD, Purpose, draw_secrets, make_report
 
 KEY = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()
-BATCH = bytes(16)
+BATCH, BROADCAST = bytes(16), "b" * 64
 
 
 def plan_of(length=5, bits=32, least=2):
     return SumPlan(hashlib.sha256(b"plan").digest(), length, bits, least, PUBLIC)
 
 
-def reports_of(plan, vectors, run="run", number=0, batch=BATCH):
-    return [make_report(vector, PUBLIC, plan.purpose(run, number, batch), plan.bits) for vector in vectors]
+def reports_of(plan, vectors, run="run", number=0, batch=BATCH, broadcast=BROADCAST):
+    purpose = plan.purpose(run, number, batch, broadcast)
+    return [make_report(vector, PUBLIC, purpose, plan.bits) for vector in vectors]
 
 
 def records_of(reports):
@@ -71,9 +72,9 @@ def test_the_sum_is_exact_for_those_counted(tmp_path_factory, data):
         count, records = len(spool), spool.records(len(spool))
         if len(good) < plan.least:
             with pytest.raises(TooFewClients, match="the threshold is 2"):
-                helper.answer("run", 0, BATCH, records)
+                helper.answer("run", 0, BATCH, records, BROADCAST)
             return
-        total, counted = unmask(plan, spool.reports(count), helper.answer("run", 0, BATCH, records), count)
+        total, counted = unmask(plan, spool.reports(count), helper.answer("run", 0, BATCH, records, BROADCAST), count)
     assert counted == len(good)
     np.testing.assert_array_equal(total, good.sum(0, dtype=np.uint32) & np.uint32(2**bits - 1))
 
@@ -82,6 +83,7 @@ def test_the_sum_is_exact_for_those_counted(tmp_path_factory, data):
     "other",
     [
         {"run": "another"},
+        {"broadcast": "c" * 64},
         {"number": 1},
         {"batch": bytes(15) + b"1"},
         {"digest": bytes(32)},
@@ -94,19 +96,35 @@ def test_a_seed_opens_for_nothing_else(tmp_path, other):
     plan, fields = plan_of(), {"run": "run", "number": 0, "batch": BATCH}
     sealed_for = Purpose(
         other.get("digest", plan.digest),
-        **{"run": "run", "batch": BATCH, "round": other.get("number", 0), "length": other.get("length", 5)}
-        | {name: other[name] for name in ("run", "batch") if name in other},
+        run=f"{other.get('run', 'run')} {other.get('broadcast', BROADCAST)}",
+        batch=other.get("batch", BATCH),
+        round=other.get("number", 0),
+        length=other.get("length", 5),
     )
     strangers = [make_report(np.zeros(sealed_for.length), PUBLIC, sealed_for, 32) for _ in range(2)]
     if "id" in other:
         strangers = [bytes([k] * 16) + report[16:] for k, report in enumerate(strangers)]
     helper, good = Helper(plan, KEY, tmp_path), reports_of(plan, np.ones((3, 5)), **fields)
     with pytest.raises(TooFewClients, match="0 clients"):
-        helper.answer("run", 0, BATCH, records_of(strangers))
-    answer = helper.answer("run", 0, BATCH, records_of([strangers[0], *good]))
+        helper.answer("run", 0, BATCH, records_of(strangers), BROADCAST)
+    answer = helper.answer("run", 0, BATCH, records_of([strangers[0], *good]), BROADCAST)
     assert answer[0] == 0b1110
     padded = [strangers[0][:RECORD] + bytes(20), *good]
     assert unmask(plan, padded, answer, 4)[0].tolist() == [3] * 5
+
+
+def test_all_reports_of_a_sum_answer_the_same_broadcast(tmp_path):
+    """Or a coordinator would send the model to one device, and to all others one whose updates it knows."""
+    plan, helper = plan_of(least=3), Helper(plan_of(least=3), KEY, tmp_path)
+    victim = reports_of(plan, [np.arange(5)])
+    others = reports_of(plan, np.zeros((3, 5)), broadcast="c" * 64)
+    with pytest.raises(TooFewClients, match="1 "):
+        helper.answer("run", 0, BATCH, records_of([*victim, *others]), BROADCAST)
+    answer = helper.answer("run", 0, BATCH, records_of([*victim, *others]), "c" * 64)
+    assert answer[0] == 0b1110
+    assert unmask(plan, [*victim, *others], answer, 4)[0].tolist() == [0] * 5
+    with pytest.raises(Refusal, match="round 0 was answered"):  # nor are both groups opened, one after the other
+        helper.answer("run", 0, BATCH, records_of([*victim, *others]), BROADCAST)
 
 
 def test_twice_counts_once(tmp_path):
@@ -114,13 +132,13 @@ def test_twice_counts_once(tmp_path):
     plan, helper = plan_of(), Helper(plan_of(), KEY, tmp_path)
     one, two = reports_of(plan, np.arange(10).reshape(2, 5))
     with pytest.raises(TooFewClients, match="1 clients"):
-        helper.answer("run", 0, BATCH, records_of([one] * 9))
+        helper.answer("run", 0, BATCH, records_of([one] * 9), BROADCAST)
     secrets = draw_secrets()
     twins = [secrets._replace(id=bytes([k] * 16)) for k in range(2)]
-    reports = [make_report(np.ones(5), PUBLIC, plan.purpose("run", 0, BATCH), 32, twin) for twin in twins]
+    reports = [make_report(np.ones(5), PUBLIC, plan.purpose("run", 0, BATCH, BROADCAST), 32, twin) for twin in twins]
     garbage = [bytes(plan.report_bytes)] * 2
     batch = [one, one, *garbage, *reports, two]
-    answer = helper.answer("run", 0, BATCH, records_of(batch))
+    answer = helper.answer("run", 0, BATCH, records_of(batch), BROADCAST)
     assert answer[0] == 0b1010001
     total, counted = unmask(plan, batch, answer, 7)
     assert (total.tolist(), counted) == ([6, 8, 10, 12, 14], 3)
@@ -129,9 +147,9 @@ def test_twice_counts_once(tmp_path):
 def test_a_round_is_answered_once_also_after_a_restart(tmp_path):
     plan, vectors = plan_of(), np.arange(20, dtype=np.uint32).reshape(4, 5)
     reports = reports_of(plan, vectors, number=3)
-    first = Helper(plan, KEY, tmp_path).answer("run", 3, BATCH, records_of(reports))
+    first = Helper(plan, KEY, tmp_path).answer("run", 3, BATCH, records_of(reports), BROADCAST)
     helper = Helper(plan, KEY, tmp_path)
-    assert helper.answer("run", 3, BATCH, records_of(reports)) == first  # the very same request
+    assert helper.answer("run", 3, BATCH, records_of(reports), BROADCAST) == first  # the very same request
     other_batch, other = bytes([1] * 16), reports_of(plan, vectors, number=3, batch=bytes([1] * 16))
     for number, batch, batch_reports in [
         (3, BATCH, reports[:3]),  # would show the fourth by a difference
@@ -140,27 +158,27 @@ def test_a_round_is_answered_once_also_after_a_restart(tmp_path):
         (2, BATCH, reports_of(plan, vectors, number=2)),
     ]:
         with pytest.raises(Refusal, match="round 3 was answered"):
-            helper.answer("run", number, batch, records_of(batch_reports))
+            helper.answer("run", number, batch, records_of(batch_reports), BROADCAST)
     with pytest.raises(TooFewClients, match="0 clients"):  # a batch that overlaps an earlier one
-        helper.answer("run", 4, BATCH, records_of(reports))
-    helper.answer("another run", 0, BATCH, records_of(reports_of(plan, vectors, run="another run")))
-    helper.answer("run", 4, BATCH, records_of(reports_of(plan, vectors, number=4)))
+        helper.answer("run", 4, BATCH, records_of(reports), BROADCAST)
+    helper.answer("another run", 0, BATCH, records_of(reports_of(plan, vectors, run="another run")), BROADCAST)
+    helper.answer("run", 4, BATCH, records_of(reports_of(plan, vectors, number=4)), BROADCAST)
 
 
 def test_a_refused_request_leaves_no_trace(tmp_path):
     plan, helper = plan_of(), Helper(plan_of(), KEY, tmp_path)
     reports = reports_of(plan, np.ones((2, 5)))
     with pytest.raises(TooFewClients, match="1 clients"):
-        helper.answer("run", 0, BATCH, records_of(reports[:1]))
+        helper.answer("run", 0, BATCH, records_of(reports[:1]), BROADCAST)
     with pytest.raises(MessageError, match="96 bytes"):
-        helper.answer("run", 0, BATCH, records_of(reports)[1:])
+        helper.answer("run", 0, BATCH, records_of(reports)[1:], BROADCAST)
     assert not list(tmp_path.iterdir())
-    helper.answer("run", 0, BATCH, records_of(reports))
+    helper.answer("run", 0, BATCH, records_of(reports), BROADCAST)
 
 
 def test_a_damaged_memory_is_loud(tmp_path):
     plan = plan_of()
-    Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports_of(plan, np.ones((2, 5)))))
+    Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports_of(plan, np.ones((2, 5)))), BROADCAST)
     file = tmp_path / two_servers.MEMORY
     whole = file.read_bytes()
     for damaged in (b"", whole[:-20], whole.replace(b'"round": 0', b'"round": 7')):
@@ -178,7 +196,7 @@ def test_the_memory_is_written_before_the_answer(tmp_path):
     plan = plan_of()
     helper = Helper(plan, KEY, tmp_path / "gone")  # there is no such folder: it cannot be written
     with pytest.raises(StorageError, match="cannot be written"):
-        helper.answer("run", 0, BATCH, records_of(reports_of(plan, np.ones((2, 5)))))
+        helper.answer("run", 0, BATCH, records_of(reports_of(plan, np.ones((2, 5)))), BROADCAST)
 
 
 def test_an_answer_that_does_not_fit_is_refused():
@@ -241,14 +259,14 @@ def test_the_coordinator_alone_sees_random_numbers():
         assert numbers.mean() == pytest.approx(2.0**31, rel=0.02)
         assert len(np.unique(numbers & np.uint32(255))) == 256
     stranger = X25519PrivateKey.generate()
-    purpose = plan.purpose("run", 0, BATCH)
+    purpose = plan.purpose("run", 0, BATCH, BROADCAST)
     assert sealing.open_seed(stranger, stranger.public_key().public_bytes_raw(), report[:RECORD], purpose) is None
     assert sealing.open_seed(stranger, PUBLIC, report[:RECORD], purpose) is None
 
 
 def test_the_helper_alone_sees_nothing_that_depends_on_a_vector():
     plan, secrets = plan_of(), draw_secrets()
-    purpose = plan.purpose("run", 0, BATCH)
+    purpose = plan.purpose("run", 0, BATCH, BROADCAST)
     reports = [make_report(np.full(5, value), PUBLIC, purpose, 32, secrets) for value in (0, 2**31)]
     assert reports[0][:RECORD] == reports[1][:RECORD]
     assert reports[0][RECORD:] != reports[1][RECORD:]
@@ -257,7 +275,7 @@ def test_the_helper_alone_sees_nothing_that_depends_on_a_vector():
 def test_both_servers_together_open_every_report():
     plan, vector = plan_of(), np.arange(5, dtype=np.uint32)
     (report,) = reports_of(plan, [vector])
-    seed = sealing.open_seed(KEY, PUBLIC, report[:RECORD], plan.purpose("run", 0, BATCH))
+    seed = sealing.open_seed(KEY, PUBLIC, report[:RECORD], plan.purpose("run", 0, BATCH, BROADCAST))
     np.testing.assert_array_equal(sealing.unpack(report[RECORD:], 5, 32) - sealing.expand(seed, 5), vector)
 
 
@@ -268,7 +286,7 @@ def test_a_changed_id_or_seed_is_left_out_of_the_sum(place, bit):
     (report,) = reports_of(plan, np.ones((1, 5)))
     changed = bytearray(report[:RECORD])
     changed[place] ^= 1 << bit
-    seed = sealing.open_seed(KEY, PUBLIC, bytes(changed), plan.purpose("run", 0, BATCH))
+    seed = sealing.open_seed(KEY, PUBLIC, bytes(changed), plan.purpose("run", 0, BATCH, BROADCAST))
     # X25519 ignores the last bit of a public key, but the key is derived from all of it.
     assert seed is None
 
@@ -277,7 +295,7 @@ def test_a_coordinator_that_invents_devices_learns_the_one_that_it_did_not(tmp_p
     """What this protocol does not solve: only admission by somebody else, and noise, help."""
     plan, vector = plan_of(least=10), np.arange(5, dtype=np.uint32)
     reports = reports_of(plan, [vector, *np.ones((9, 5))])
-    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports))
+    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports), BROADCAST)
     np.testing.assert_array_equal(unmask(plan, reports, answer, 10)[0] - 9, vector)
 
 
@@ -285,7 +303,7 @@ def test_a_lying_device_moves_a_sum_by_anything(tmp_path):
     """A mask hides a vector's size, too: nobody can check that it was clipped."""
     plan, lie = plan_of(bits=20), np.full(5, 2**19 - 1)
     reports = reports_of(plan, [np.zeros(5), np.zeros(5), lie])
-    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports))
+    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports), BROADCAST)
     np.testing.assert_array_equal(unmask(plan, reports, answer, 3)[0], lie)
 
 
@@ -293,6 +311,6 @@ def test_a_coordinator_that_changes_masked_vectors_spoils_the_sum_and_learns_not
     plan = plan_of()
     reports = reports_of(plan, np.ones((3, 5)))
     spoiled = [reports[0][:RECORD] + (9).to_bytes(4, "little") * 5, *reports[1:]]
-    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(spoiled))
-    assert answer == Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports))
+    answer = Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(spoiled), BROADCAST)
+    assert answer == Helper(plan, KEY, tmp_path).answer("run", 0, BATCH, records_of(reports), BROADCAST)
     assert (unmask(plan, spoiled, answer, 3)[0] != 3).any()

@@ -135,7 +135,7 @@ class Participant:
             return Step(None, max(pause, 1.0))  # this round has our report
         arrays, about = self._fetch(task)
         update = self.trainer.update(arrays, tuple(about["key"]), entry["name"], columns, self._state(entry))
-        data = self._protect(update.vector, about)
+        data = self._protect(update.vector, about, task["broadcast"])
         report = {
             "time": int(time.time()),
             "run": task["run"],
@@ -194,10 +194,13 @@ class Participant:
         good = good and all(about.get(name) == task[name] for name in ("plan", "run", "round"))
         if not good or not re.fullmatch("[0-9a-f]{32}", str(about.get("batch"))):
             raise ParticipationError("the broadcast is for another plan, run or round than the task")
-        return read_tensors(data, "broadcast"), about
+        arrays = read_tensors(data, "broadcast")
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            raise ParticipationError("the broadcast has numbers that are not finite")
+        return arrays, about
 
-    def _protect(self, vector: np.ndarray, about: Mapping[str, Any]) -> bytes:
-        """Return the bytes that are sent."""
+    def _protect(self, vector: np.ndarray, about: Mapping[str, Any], broadcast: str) -> bytes:
+        """Return the bytes that are sent: with two servers, bound to the broadcast that they answer."""
         plan = self.trainer.plan
         noise, total, length = plan["noise"], plan["sum"], plan["vector"]["length"]
         if vector.shape != (length,):
@@ -210,7 +213,7 @@ class Participant:
         if total["protocol"] == "open":
             return vector.astype("<u4").tobytes()
         batch, digest = bytes.fromhex(about["batch"]), bytes.fromhex(self.trainer.digest)
-        purpose = Purpose(digest, about["run"], batch, about["round"], length)
+        purpose = Purpose(digest, f"{about['run']} {broadcast}", batch, about["round"], length)
         return make_report(vector, bytes.fromhex(total["helper"]), purpose, total["bits"])
 
     def _send(self, path: str, data: bytes, seconds: float) -> bool:

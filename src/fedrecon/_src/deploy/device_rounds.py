@@ -252,19 +252,38 @@ class _Rounds:
         return record
 
     def _open_batch(self, number: int) -> tuple[OpenRound, int | None]:
-        """Begin a round, or continue it; also return how many reports its batch was closed with."""
+        """Begin a round, or continue it; also return how many reports its batch was closed with.
+
+        Raises:
+          StorageError: the round would continue with another broadcast than the one its reports are bound to.
+        """
         file, spool = self.folder.path / BATCH, self.folder.path / SPOOL
         about = read_manifest(file, BATCH_FORMAT) if file.exists() else {}
-        if about.get("round") != number:
+        is_new = about.get("round") != number
+        batch = secrets.token_bytes(16) if is_new else bytes.fromhex(about["batch"])
+        if is_new:
             spool.unlink(missing_ok=True)
-            about = {"round": number, "batch": secrets.token_hex(16), "size": None}
-            write_manifest(file, BATCH_FORMAT, about)
-        batch, reports = bytes.fromhex(about["batch"]), Spool(spool, self.plan.report_bytes)
+        broadcast, reports = self._broadcast(number, batch), Spool(spool, self.plan.report_bytes)
+        closes_at = max(self.pace.reports or self.plan.least, self.plan.least)
+        current = OpenRound(number, batch, broadcast, reports, closes_at, time.monotonic() + self.pace.deadline)
+        if is_new:
+            self._write_batch(current, None)
+            return current, None
+        if about.get("broadcast") != current.digest:
+            reports.close()
+            raise StorageError(
+                f"{file} has the broadcast {str(about.get('broadcast'))[:16]}, and round {number + 1} would continue "
+                f"with {current.digest[:16]}; delete {file.name} to begin the round again"
+            )
         if len(reports):
             self.say(f"round {number + 1} continues with {len(reports)} reports")
-        most = max(self.pace.reports or self.plan.least, self.plan.least)
-        deadline = time.monotonic() + self.pace.deadline
-        return OpenRound(number, batch, self._broadcast(number, batch), reports, most, deadline), about["size"]
+        # Reports that were lost (a full disk) are asked for again.
+        return current, about["size"] if (about["size"] or 0) <= len(reports) else None
+
+    def _write_batch(self, current: OpenRound, size: int | None) -> None:
+        """Write what a restart needs to know of a round; with the size, once the helper may be asked."""
+        about = {"round": current.number, "batch": current.batch.hex(), "broadcast": current.digest, "size": size}
+        write_manifest(self.folder.path / BATCH, BATCH_FORMAT, about)
 
     def _broadcast(self, number: int, batch: bytes) -> bytes:
         arrays = {f"message/{path}": leaf for path, leaf in flatten(self.algorithm.message(self.state))[0].items()}
@@ -286,8 +305,7 @@ class _Rounds:
             if batch_size is None:
                 self._await_reports(current, needed, end)
                 batch_size = len(current.spool)
-                about = {"round": current.number, "batch": current.batch.hex(), "size": batch_size}
-                write_manifest(self.folder.path / BATCH, BATCH_FORMAT, about)
+                self._write_batch(current, batch_size)
             if self.plan.sums is None or self.helper is None:
                 return self._add_open(current.spool, batch_size), batch_size, batch_size
             try:
@@ -297,7 +315,7 @@ class _Rounds:
                     raise NotEnoughNodes(f"the helper refuses round {current.number + 1}: {refusal}") from None
                 self.say(f"round {current.number + 1} needs more reports: {refusal}")
                 needed, batch_size = batch_size + 1, None
-                current.most = max(current.most, needed)
+                current.closes_at = max(current.closes_at, needed)
                 continue
             total, counted = unmask(self.plan.sums, current.spool.reports(batch_size), answer, batch_size)
             return total, batch_size, counted
@@ -305,7 +323,7 @@ class _Rounds:
     def _await_reports(self, current: OpenRound, needed: int, end: float) -> None:
         """Take reports until there are as many as close a round, or enough for a sum at its deadline."""
         self.api.open_round(current)
-        while not self.api.wait(current.most, min(current.deadline, end) - time.monotonic()):
+        while not self.api.wait(current.closes_at, min(current.deadline, end) - time.monotonic()):
             if len(current.spool) >= needed:
                 break
             if time.monotonic() >= end:
@@ -318,7 +336,8 @@ class _Rounds:
 
     def _ask_helper(self, helper: Connection, current: OpenRound, batch_size: int, end: float) -> bytes:
         """Return the helper's answer; ask again if it cannot be reached."""
-        path = f"/v1/rounds/{current.number}/batches/{current.batch.hex()}?run={quote(self.api.run)}"
+        path = f"/v1/rounds/{current.number}/batches/{current.batch.hex()}"
+        path += f"?run={quote(self.api.run)}&broadcast={current.digest}"
         records, pauses, status = current.spool.records(batch_size), backoff(), ""
         while True:
             try:

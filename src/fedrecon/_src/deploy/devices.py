@@ -130,13 +130,13 @@ class DeviceTask:
 
 @dataclass
 class OpenRound:
-    """A round that takes reports."""
+    """A round that takes reports, until there are as many as close it."""
 
     number: int
     batch: bytes
     broadcast: bytes
     spool: Spool
-    most: int
+    closes_at: int
     deadline: float
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class DeviceApi(Service):
         device, owner = self._authenticate(request)
         with self._changed:
             current = self._round
-            over = current is None or owner in current.owners or len(current.spool) >= current.most
+            over = current is None or owner in current.owners or len(current.spool) >= current.closes_at
             if current is None or over or self._reports_today()[owner] >= self.plan.reports_per_day:
                 pause = math.ceil(self._retry * random.uniform(0.5, 1.5))  # or all come back at once
                 return Response(status_code=204, headers={"Retry-After": str(pause)})
@@ -273,7 +273,7 @@ class DeviceApi(Service):
             current = self._round
             if current is not None and current.number == number and owner in current.owners:
                 return True
-            if current is None or current.number != number or len(current.spool) >= current.most:
+            if current is None or current.number != number or len(current.spool) >= current.closes_at:
                 self.counts["late"] += 1
                 raise RequestError(410, "expired", "the round is over")
             if self._reports_today()[owner] >= self.plan.reports_per_day:

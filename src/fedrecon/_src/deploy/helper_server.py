@@ -1,10 +1,11 @@
 """The second server of device sums, as an application of its own.
 
-    GET  /v1/key                                 its public key, as hexadecimal digits
-    POST /v1/rounds/{n}/batches/{batch}?run=RUN  ids and sealed seeds; the answer says which are in the sum, and has the
-                                                 sum of their masks
+    GET  /v1/key                         its public key, as hexadecimal digits
+    POST /v1/rounds/{n}/batches/{batch}  ids and sealed seeds; the answer says which are in the sum, and has the sum of
+                                         their masks
 
-A batch is asked for with the coordinator's signature (`node_keys`).
+A batch is asked for with the coordinator's signature (`node_keys`), and with `?run=RUN&broadcast=SHA256`: the training,
+and what all devices of the batch were sent.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ class HelperApi(Service):
     async def post_batch(self, request: Request) -> Response:
         """Return the sum of the masks of a batch."""
         _, digest = authenticate(self.verifier, request)
-        number, batch, run = round_number(request), request.path_params["batch"], request.query_params.get("run", "")
+        number, batch = round_number(request), request.path_params["batch"]
+        run, broadcast = (request.query_params.get(name, "") for name in ("run", "broadcast"))
         if not re.fullmatch("[0-9a-f]{32}", batch) or not 1 <= len(run) <= LONGEST_RUN:
             raise RequestError(404, "no-batch", "a batch has 32 hexadecimal digits, and `run` names the training")
+        if not re.fullmatch("[0-9a-f]{64}", broadcast):
+            raise RequestError(404, "no-broadcast", "`broadcast` is the SHA-256 of what devices got, 64 digits")
         records = await self.read_signed_body(request, digest)
         try:
-            answer = await run_in_threadpool(self._answer, run, number, bytes.fromhex(batch), records)
+            answer = await run_in_threadpool(self._answer, run, number, bytes.fromhex(batch), records, broadcast)
         except MessageError as error:
             raise RequestError(400, "garbage", str(error)) from None
         except TooFewClients as error:
@@ -61,6 +65,6 @@ class HelperApi(Service):
             raise RequestError(409, "refused", str(error)) from None
         return Response(answer, media_type="application/octet-stream")
 
-    def _answer(self, run: str, number: int, batch: bytes, records: bytes) -> bytes:
+    def _answer(self, run: str, number: int, batch: bytes, records: bytes, broadcast: str) -> bytes:
         with self._lock:
-            return self.helper.answer(run, number, batch, records)
+            return self.helper.answer(run, number, batch, records, broadcast)

@@ -10,14 +10,18 @@ of the vectors of just those reports, exactly, however many devices dropped out.
                                   Spool.records              →    Helper.answer
                                   unmask(plan, reports, …)   ←
 
-**What the helper promises.** A seed opens only for the plan, run, round, batch and report id it was sealed for. A round
-of a run is answered once; the very same request gets the very same answer. So no report is in two sums, also after a
-restart, and two sums that differ in one report do not exist. A report or a seed that is there twice counts once. A sum
-of fewer than `least` is refused. What it must remember for this is one line per run, written before it answers.
+**What the helper promises.** A seed opens only for the plan, run, round, batch, broadcast and report id it was sealed
+for. So all reports of a sum answer the same broadcast: a coordinator cannot send the model to one device and a model
+whose updates are known to all others. A round of a run is answered once; the very same request gets the very same
+answer. So no report is in two sums, also after a restart, and no two sums of one round differ in one report. A report
+or a seed that is there twice counts once. A sum of fewer than `least` is refused. What it must remember for this is
+one line per run, written before it answers.
 
 **What breaks it.** Both servers together can open every report. A coordinator that invents all other devices of a batch
 knows their vectors and so the one of the real device: admission (tokens of somebody else's backend) and noise of the
-devices help, this protocol does not. A device may send any vector; only its range is bounded, by the ring.
+devices help, this protocol does not. Nor does it help against a coordinator that repeats a round's model and key in
+another round or run, where one device is missing: the difference of the two sums is that device's vector. A device may
+send any vector; only its range is bounded, by the ring.
 
 References: Corrigan-Gibbs and Boneh, Prio, NSDI 2017 (sums of shares at two servers).
 """
@@ -70,9 +74,9 @@ class SumPlan(NamedTuple):
         """The size of every report."""
         return RECORD + sealing.packed_size(self.length, self.bits)
 
-    def purpose(self, run: str, number: int, batch: bytes) -> Purpose:
-        """Return what the reports of a batch are for."""
-        return Purpose(self.digest, run, batch, number, self.length)
+    def purpose(self, run: str, number: int, batch: bytes, broadcast: str) -> Purpose:
+        """Return what the reports of a batch are for: answers to one broadcast, of which this is the SHA-256."""
+        return Purpose(self.digest, f"{run} {broadcast}", batch, number, self.length)
 
 
 def read_sum_plan(path: Path) -> SumPlan:
@@ -125,7 +129,7 @@ class Helper:
                 raise StorageError(f"{self._file} is of the plan {memory['plan'][:16]}, not {plan.digest.hex()[:16]}")
             self._runs = memory["runs"]
 
-    def answer(self, run: str, number: int, batch: bytes, records: bytes) -> bytes:
+    def answer(self, run: str, number: int, batch: bytes, records: bytes, broadcast: str) -> bytes:
         """Return which records are in the sum, as bits, and the sum of their masks, packed.
 
         Args:
@@ -133,6 +137,7 @@ class Helper:
           number: the round.
           batch: the name of the sum, 16 bytes.
           records: ids and sealed seeds, one after the other.
+          broadcast: the SHA-256 of what all devices of the batch were sent, as hexadecimal digits.
 
         Raises:
           MessageError: the request is malformed.
@@ -141,13 +146,14 @@ class Helper:
         """
         if len(records) % RECORD or len(batch) != ID:
             raise MessageError(f"records have {RECORD} bytes each, and a batch {ID} (got {len(records)}, {len(batch)})")
-        request = hashlib.sha256(batch + records).hexdigest()
+        request = hashlib.sha256(batch + broadcast.encode() + records).hexdigest()
         last = self._runs.get(run)
         if last is not None and number <= last["round"] and (number, request) != (last["round"], last["request"]):
             raise Refusal(f"round {last['round']} was answered; so is every round before, each once")
         if last is None and len(self._runs) >= MOST_RUNS:
             raise Refusal(f"this helper has answered {MOST_RUNS} runs; use another memory, with another key and plan")
-        seeds = self._open_once([records[k : k + RECORD] for k in range(0, len(records), RECORD)], run, number, batch)
+        parts = [records[k : k + RECORD] for k in range(0, len(records), RECORD)]
+        seeds = self._open_once(parts, self.plan.purpose(run, number, batch, broadcast))
         readable = [seed for seed in seeds if seed is not None]
         if len(readable) < self.plan.least:
             raise TooFewClients("mask", len(readable), self.plan.least, f" whose seed can be opened, of {len(seeds)},")
@@ -160,12 +166,12 @@ class Helper:
         included = np.array([seed is not None for seed in seeds])
         return np.packbits(included, bitorder="little").tobytes() + sealing.pack(total, self.plan.bits)
 
-    def _open_once(self, parts: Iterable[bytes], run: str, number: int, batch: bytes) -> list[bytes | None]:
+    def _open_once(self, parts: Iterable[bytes], purpose: Purpose) -> list[bytes | None]:
         """Open seeds; None for those that cannot be opened, and for ids and seeds that are there already.
 
         A batch with repeats is not refused: two devices that agree on an id or a seed could otherwise stop any round.
         """
-        purpose, seeds, opened = self.plan.purpose(run, number, batch), list[bytes | None](), set[bytes]()
+        seeds, opened = list[bytes | None](), set[bytes]()
         for part in parts:
             seed = sealing.open_seed(self._private, self.public, part, purpose)
             seeds.append(None if seed in opened or part[:ID] in opened else seed)
