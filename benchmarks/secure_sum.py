@@ -106,7 +106,7 @@ def measure_two_servers(clients, length, bits):
         folder = Path(name)
         make_helper(folder)
         key = read_helper(folder / "helper.key")
-        plan = two_servers.SumPlan(bytes(32), length, bits, LEAST, key.public_key().public_bytes_raw())
+        plan = two_servers.SumPlan(bytes(32), length, bits, LEAST, key.public_key().public_bytes_raw(), 1)
         purpose = plan.purpose("run", 0, bytes(16), "0" * 64)
         spool, exact = two_servers.Spool(folder / "spool", plan.report_bytes), np.zeros(length, np.uint32)
         for client in range(clients):

@@ -274,6 +274,8 @@ def test_a_plan_that_does_not_fit_the_sums_is_refused():
         fr.device.DevicePlan().check(paper(secure(protocol="two-servers")))
     with pytest.raises(ValueError, match="two servers"):
         fr.device.DevicePlan(helper=HELPER).check(paper(fr.aggregators.mean()))
+    with pytest.raises(ValueError, match=r"`least`.* 2 "):
+        fr.device.DevicePlan(least=1, helper=HELPER).check(paper(secure(protocol="two-servers")))
     with pytest.raises(ValueError, match="least"):
         fr.device.DevicePlan(least=0).check(paper(fr.aggregators.mean()))
 

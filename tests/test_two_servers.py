@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrecon._src.privacy.secure_sum import two_servers
-from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal, TooFewClients
-from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, SumPlan, unmask
+from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal
+from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, SumPlan, TooFewReports, unmask
 from fedrecon._src.storage.atomic import StorageError
 from fedrecon_device import sealing
 from fedrecon_device.sealing import RECORD, Purpose, draw_secrets, make_report
@@ -23,7 +24,7 @@ BATCH, BROADCAST = bytes(16), "b" * 64
 
 
 def plan_of(length=5, bits=32, least=2):
-    return SumPlan(hashlib.sha256(b"plan").digest(), length, bits, least, PUBLIC)
+    return SumPlan(hashlib.sha256(b"plan").digest(), length, bits, least, PUBLIC, rounds=9)
 
 
 def reports_of(plan, vectors, run="run", number=0, batch=BATCH, broadcast=BROADCAST):
@@ -71,7 +72,7 @@ def test_the_sum_is_exact_for_those_counted(tmp_path_factory, data):
                 spool.add(bytes(16), report if state == "good" else report[:20] + bytes([report[20] ^ 1]) + report[21:])
         count, records = len(spool), spool.records(len(spool))
         if len(good) < plan.least:
-            with pytest.raises(TooFewClients, match="the threshold is 2"):
+            with pytest.raises(TooFewReports, match="reports can be opened, and 2 are needed"):
                 helper.answer("run", 0, BATCH, records, BROADCAST)
             return
         total, counted = unmask(plan, spool.reports(count), helper.answer("run", 0, BATCH, records, BROADCAST), count)
@@ -105,7 +106,7 @@ def test_a_seed_opens_for_nothing_else(tmp_path, other):
     if "id" in other:
         strangers = [bytes([k] * 16) + report[16:] for k, report in enumerate(strangers)]
     helper, good = Helper(plan, KEY, tmp_path), reports_of(plan, np.ones((3, 5)), **fields)
-    with pytest.raises(TooFewClients, match="0 clients"):
+    with pytest.raises(TooFewReports, match="0 of"):
         helper.answer("run", 0, BATCH, records_of(strangers), BROADCAST)
     answer = helper.answer("run", 0, BATCH, records_of([strangers[0], *good]), BROADCAST)
     assert answer[0] == 0b1110
@@ -118,7 +119,7 @@ def test_all_reports_of_a_sum_answer_the_same_broadcast(tmp_path):
     plan, helper = plan_of(least=3), Helper(plan_of(least=3), KEY, tmp_path)
     victim = reports_of(plan, [np.arange(5)])
     others = reports_of(plan, np.zeros((3, 5)), broadcast="c" * 64)
-    with pytest.raises(TooFewClients, match="1 "):
+    with pytest.raises(TooFewReports, match="1 of 4 reports"):
         helper.answer("run", 0, BATCH, records_of([*victim, *others]), BROADCAST)
     answer = helper.answer("run", 0, BATCH, records_of([*victim, *others]), "c" * 64)
     assert answer[0] == 0b1110
@@ -131,7 +132,7 @@ def test_twice_counts_once(tmp_path):
     """So a report cannot hide behind copies of itself, and devices that agree on an id or a seed stop no round."""
     plan, helper = plan_of(), Helper(plan_of(), KEY, tmp_path)
     one, two = reports_of(plan, np.arange(10).reshape(2, 5))
-    with pytest.raises(TooFewClients, match="1 clients"):
+    with pytest.raises(TooFewReports, match="1 of"):
         helper.answer("run", 0, BATCH, records_of([one] * 9), BROADCAST)
     secrets = draw_secrets()
     twins = [secrets._replace(id=bytes([k] * 16)) for k in range(2)]
@@ -159,7 +160,7 @@ def test_a_round_is_answered_once_also_after_a_restart(tmp_path):
     ]:
         with pytest.raises(Refusal, match="round 3 was answered"):
             helper.answer("run", number, batch, records_of(batch_reports), BROADCAST)
-    with pytest.raises(TooFewClients, match="0 clients"):  # a batch that overlaps an earlier one
+    with pytest.raises(TooFewReports, match="0 of"):  # a batch that overlaps an earlier one
         helper.answer("run", 4, BATCH, records_of(reports), BROADCAST)
     helper.answer("another run", 0, BATCH, records_of(reports_of(plan, vectors, run="another run")), BROADCAST)
     helper.answer("run", 4, BATCH, records_of(reports_of(plan, vectors, number=4)), BROADCAST)
@@ -168,7 +169,7 @@ def test_a_round_is_answered_once_also_after_a_restart(tmp_path):
 def test_a_refused_request_leaves_no_trace(tmp_path):
     plan, helper = plan_of(), Helper(plan_of(), KEY, tmp_path)
     reports = reports_of(plan, np.ones((2, 5)))
-    with pytest.raises(TooFewClients, match="1 clients"):
+    with pytest.raises(TooFewReports, match="1 of"):
         helper.answer("run", 0, BATCH, records_of(reports[:1]), BROADCAST)
     with pytest.raises(MessageError, match="96 bytes"):
         helper.answer("run", 0, BATCH, records_of(reports)[1:], BROADCAST)
@@ -223,19 +224,52 @@ def test_a_spool_survives_a_restart(tmp_path):
     spool.close()
 
 
+def test_a_report_that_cannot_be_written_leaves_no_trace(tmp_path):
+    with contextlib.closing(Spool(tmp_path / "spool", 10)) as spool:
+        spool.add(b"a" * 16, b"0123456789")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (26 + 20, limits[1]))  # as a disk with room for 20 bytes more
+        try:
+            with pytest.raises(OSError, match="too large"):
+                spool.add(b"b" * 16, b"9876543210")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (tmp_path / "spool").stat().st_size == 26
+        spool.add(b"c" * 16, b"abcdefghij")
+        assert spool.owners == [b"a" * 16, b"c" * 16]
+        assert list(spool.reports(2)) == [b"0123456789", b"abcdefghij"]
+
+
 def test_a_plan_says_what_the_servers_need(tmp_path):
     plan = {
         "format": "fedrecon-device-plan",
+        "rounds": 7,
         "vector": {"length": 5},
         "sum": {"protocol": "two-servers", "bits": 24, "helper": PUBLIC.hex(), "least": 3},
     }
     data = json.dumps(plan).encode()
     (tmp_path / "plan.json").write_bytes(data)
-    assert two_servers.read_sum_plan(tmp_path) == SumPlan(hashlib.sha256(data).digest(), 5, 24, 3, PUBLIC)
+    assert two_servers.read_sum_plan(tmp_path) == SumPlan(hashlib.sha256(data).digest(), 5, 24, 3, PUBLIC, 7)
     for change in ({"bits": 21}, {"least": 0}, {"helper": None}, {"helper": "00"}, {"protocol": "open"}):
         (tmp_path / "plan.json").write_text(json.dumps(plan | {"sum": plan["sum"] | change}))
         with pytest.raises(StorageError, match="not a device plan"):
             two_servers.read_sum_plan(tmp_path / "plan.json")
+
+
+def test_the_sum_of_one_report_is_no_sum(tmp_path):
+    about = {"protocol": "two-servers", "bits": 24, "helper": PUBLIC.hex(), "least": 1}
+    plan = {"format": "fedrecon-device-plan", "rounds": 7, "vector": {"length": 5}, "sum": about}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(StorageError, match=r"`least` in .* must be at least 2 \(got 1\)"):
+        two_servers.read_sum_plan(tmp_path)
+
+
+def test_a_round_beyond_the_plan_is_not_answered(tmp_path):
+    plan = plan_of()
+    with pytest.raises(Refusal, match=r"the plan has 9 rounds, from 0 \(got 9\)"):
+        Helper(plan, KEY, tmp_path).answer(
+            "run", 9, BATCH, records_of(reports_of(plan, np.ones((2, 5)), number=9)), BROADCAST
+        )
 
 
 def test_noise_of_a_device_is_skellam_from_fresh_entropy():

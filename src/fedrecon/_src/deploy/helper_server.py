@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from fedrecon._src.deploy.http_server import Limits, RequestError, Service, authenticate, round_number
 from fedrecon._src.deploy.node_keys import Verifier
-from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal, TooFewClients
-from fedrecon._src.privacy.secure_sum.two_servers import Helper
+from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal
+from fedrecon._src.privacy.secure_sum.two_servers import Helper, TooFewReports
 from fedrecon_device.sealing import RECORD
 
 MOST_REPORTS = 100_000  # of a batch
@@ -59,7 +59,7 @@ class HelperApi(Service):
             answer = await run_in_threadpool(self._answer, run, number, bytes.fromhex(batch), records, broadcast)
         except MessageError as error:
             raise RequestError(400, "garbage", str(error)) from None
-        except TooFewClients as error:
+        except TooFewReports as error:
             raise RequestError(409, "too-few", str(error)) from None
         except Refusal as error:
             raise RequestError(409, "refused", str(error)) from None

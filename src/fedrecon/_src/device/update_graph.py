@@ -45,7 +45,7 @@ class DevicePlan(NamedTuple):
 
     Attributes:
       rounds: how many rounds the training has at most.
-      least: a sum has at least this many reports.
+      least: a sum has at least this many reports; with two servers 2 or more.
       helper: the public key of the second server, 64 hexadecimal digits; needed if the aggregator is
         `secure(protocol="two-servers")`.
       reports_per_day: how many reports a device sends per day at most.
@@ -75,6 +75,7 @@ class DevicePlan(NamedTuple):
             raise ValueError('`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")')
         if self.helper is None or not re.fullmatch("[0-9a-f]{64}", self.helper):
             raise ValueError(f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})")
+        check_number("least", self.least, least=2)  # the sum of one report is the report
 
 
 def _protocol(algorithm: Algorithm) -> str:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal, TooFewClients
+from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal, SecureSumError
 from fedrecon._src.storage.atomic import StorageError, read_bytes, sync
 from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
 from fedrecon_device import sealing
@@ -52,6 +52,10 @@ MOST_PLAN = 2**24  # bytes of a device plan
 OWNER = 16  # bytes that name a device in a spool
 
 
+class TooFewReports(SecureSumError):
+    """Too few reports of a batch can be opened. Nothing is known of them: more of the same batch may follow."""
+
+
 class SumPlan(NamedTuple):
     """What the two servers need to know of a device plan.
 
@@ -61,6 +65,7 @@ class SumPlan(NamedTuple):
       bits: of the ring.
       least: the fewest reports of a sum.
       helper: the helper's public key, 32 bytes.
+      rounds: how many a run has at most.
     """
 
     digest: bytes
@@ -68,6 +73,7 @@ class SumPlan(NamedTuple):
     bits: int
     least: int
     helper: bytes
+    rounds: int
 
     @property
     def report_bytes(self) -> int:
@@ -86,24 +92,25 @@ def read_sum_plan(path: Path) -> SumPlan:
       path: `plan.json`, or a bundle that has one.
 
     Raises:
-      StorageError: it is not a device plan, or its sums do not need a helper.
+      StorageError: it is not a device plan, its sums do not need a helper, or a single report would be a sum.
     """
     file = path / "plan.json" if path.is_dir() else path
     data = read_bytes(file, MOST_PLAN)
     try:
         plan = json.loads(data)
         about, length = plan["sum"], plan["vector"]["length"]
-        bits, least = about["bits"], about["least"]
+        bits, least, rounds = about["bits"], about["least"], plan["rounds"]
         helper = bytes.fromhex(about["helper"])
         good = plan["format"] == "fedrecon-device-plan" and about["protocol"] == "two-servers" and len(helper) == 32
-        good = (
-            good and all(type(value) is int and value > 0 for value in (length, bits, least)) and bits in sealing.BITS
-        )
+        good = good and all(type(value) is int and value > 0 for value in (length, bits, least, rounds))
+        good = good and bits in sealing.BITS
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
         raise StorageError(f"{file} is not a device plan whose sums are made by two servers")
-    return SumPlan(hashlib.sha256(data).digest(), length, bits, least, helper)
+    if least < 2:
+        raise StorageError(f"`least` in {file} must be at least 2 (got {least}): the sum of one report is the report")
+    return SumPlan(hashlib.sha256(data).digest(), length, bits, least, helper, rounds)
 
 
 # ---- the helper ----
@@ -141,11 +148,13 @@ class Helper:
 
         Raises:
           MessageError: the request is malformed.
-          TooFewClients: too few seeds can be opened. Nothing was answered: more reports of the same batch may follow.
+          TooFewReports: too few seeds can be opened. Nothing was answered.
           Refusal: an answer would give too much away.
         """
         if len(records) % RECORD or len(batch) != ID:
             raise MessageError(f"records have {RECORD} bytes each, and a batch {ID} (got {len(records)}, {len(batch)})")
+        if number >= self.plan.rounds:
+            raise Refusal(f"the plan has {self.plan.rounds} rounds, from 0 (got {number})")
         request = hashlib.sha256(batch + broadcast.encode() + records).hexdigest()
         last = self._runs.get(run)
         if last is not None and number <= last["round"] and (number, request) != (last["round"], last["request"]):
@@ -156,7 +165,8 @@ class Helper:
         seeds = self._open_once(parts, self.plan.purpose(run, number, batch, broadcast))
         readable = [seed for seed in seeds if seed is not None]
         if len(readable) < self.plan.least:
-            raise TooFewClients("mask", len(readable), self.plan.least, f" whose seed can be opened, of {len(seeds)},")
+            counts = f"{len(readable)} of {len(seeds)} reports can be opened"
+            raise TooFewReports(f"{counts}, and {self.plan.least} are needed")
         self._runs[run] = {"round": number, "request": request}
         write_manifest(self._file, MEMORY_FORMAT, {"plan": self.plan.digest.hex(), "runs": self._runs}, mode=0o600)
         sync(self._file.parent)
@@ -194,7 +204,7 @@ class Spool:
           size: of a report, in bytes.
         """
         self.path, self._size = path, size
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
         whole = os.fstat(self._file.fileno()).st_size // (OWNER + size)
         self._file.truncate(whole * (OWNER + size))
         self._file.seek(0, os.SEEK_END)
@@ -210,14 +220,23 @@ class Spool:
         Args:
           owner: 16 bytes that name its device.
           report: all of it.
+
+        Raises:
+          OSError: it cannot be written, and leaves no trace.
         """
         if len(report) != self._size or len(owner) != OWNER:
             raise MessageError(f"a report has {self._size} bytes (got {len(report)})")
-        self._file.write(owner + report)
+        rest = memoryview(owner + report)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]  # which may write less than it was given
+        except OSError:
+            self._file.truncate(len(self.owners) * (OWNER + self._size))
+            self._file.seek(0, os.SEEK_END)
+            raise
         self.owners.append(owner)
 
     def _entries(self, count: int) -> Iterator[bytes]:
-        self._file.flush()
         with open(self.path, "rb") as file:
             for _ in range(count):
                 yield file.read(OWNER + self._size)
@@ -228,7 +247,6 @@ class Spool:
 
     def records(self, count: int) -> bytes:
         """Return the ids and sealed seeds of the first reports, once these are on disk."""
-        self._file.flush()
         os.fsync(self._file.fileno())
         return b"".join(report[:RECORD] for report in self.reports(count))
 
