@@ -20,11 +20,12 @@ from jsonschema import validate
 
 import fedrecon as fr
 from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.core.factories import recipe_of
 from fedrecon._src.deploy import device_rounds, tokens
 from fedrecon._src.deploy.device_rounds import DevicePace, serve_devices
 from fedrecon._src.deploy.devices import DeviceApi, OpenRound, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
-from fedrecon._src.deploy.http_client import Connection
+from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server
 from fedrecon._src.deploy.http_server import run_service
 from fedrecon._src.deploy.node_keys import Verifier, public_bytes
 from fedrecon._src.deploy.registry import NotEnoughNodes
@@ -236,14 +237,29 @@ def test_a_round_that_is_full_or_over_takes_no_report(opened, plan):
         assert http.call("PUT", path_of(tasks[name]), name, data).status_code == 201
     assert refusal(http.call("PUT", path_of(tasks["device-3"]), "device-3", data)) == (410, "expired")
     assert http.call("GET", "/v1/check-in", "device-3").status_code == 204
-    http.api.open_round(None)
+    http.api.open_round(None)  # while the helper is asked, after which more reports may be needed
+    assert refusal(http.call("PUT", path_of(tasks["device-4"]), "device-4", data)) == (429, "not-open")
+    http.api.done = 1
     assert refusal(http.call("PUT", path_of(tasks["device-4"]), "device-4", data)) == (410, "expired")
     assert len(current.spool) == 3
+
+
+def test_a_report_during_a_restart_is_sent_again(plan, opened):
+    task, data = opened[0].call("GET", "/v1/check-in").json(), bytes(plan.report_bytes)
+    api = DeviceApi(plan, SECRET)
+    http = Devices(api)
+    for run in ("", "a run"):  # the run is not known yet, then it is, and its round is not open yet
+        api.run = run
+        response = http.call("PUT", path_of(task), data=data)
+        assert (*refusal(response), response.headers["retry-after"]) == (429, "not-open", "5")
+    api.open_round(opened[1])
+    assert http.call("PUT", path_of(task), data=data).status_code == 201
 
 
 def test_a_device_reports_so_often_a_day(tmp_path):
     plan = write_plan(tmp_path / "bundle", ALGORITHM, limits={"reports_per_day": 2, "min_examples": 1})
     api = DeviceApi(plan, SECRET)
+    api.run = "a run"
     http, data = Devices(api), bytes(plan.report_bytes)
     for number in range(3):
         with contextlib.closing(Spool(tmp_path / f"spool-{number}", plan.report_bytes)) as spool:
@@ -259,6 +275,7 @@ def test_numbers_that_are_not_finite_are_refused_in_open_reports(tmp_path):
     about = {"protocol": "open", "bits": 32, "helper": None, "least": 1}
     plan = write_plan(tmp_path, ALGORITHM, sum=about, vector={"length": 2, "dtype": "float32"})
     api = DeviceApi(plan, SECRET)
+    api.run = "a run"
     http = Devices(api)
     with contextlib.closing(Spool(tmp_path / "spool", 8)) as spool:
         api.open_round(OpenRound(0, bytes(16), b"broadcast", spool, 3, time.monotonic() + 60))
@@ -371,6 +388,25 @@ def test_reports_outlive_a_coordinator_whose_helper_is_gone(plan, tmp_path):
     assert_equal(results[0].params, expected([names, names]))
 
 
+def test_reports_that_a_full_disk_lost_are_asked_for_again(plan, tmp_path):
+    api, names = DeviceApi(plan, SECRET), NAMES[:4]
+    with connect(1) as nobody, training(api, tmp_path / "run", nobody, pace={"patience": 3.0}) as results:
+        wait_until(lambda: api._round is not None)
+        assert [Devices(api).take_part(name) for name in names] == [201] * 4
+    assert isinstance(results[0], NotEnoughNodes)
+    (tmp_path / "run" / device_rounds.SPOOL).write_bytes(b"")
+    api = DeviceApi(plan, SECRET)
+    http = Devices(api)
+    with (
+        helping(tmp_path / "bundle", tmp_path / "helper") as helper,
+        training(api, tmp_path / "run", helper, resume=True) as results,
+    ):
+        for number in range(2):
+            wait_until(lambda n=number: api._round is not None and api._round.number == n)
+            assert [http.take_part(name) for name in names] == [201] * 4
+    assert_equal(results[0].params, expected([names, names]))
+
+
 def test_a_round_does_not_continue_with_another_broadcast(plan, tmp_path):
     """What its devices have sent is bound to the first, so the helper would open none of it."""
     api = DeviceApi(plan, SECRET)
@@ -426,6 +462,9 @@ def test_another_algorithm_or_folder_is_refused(plan, tmp_path):
         serve_devices(api, other, fr.RunFolder(tmp_path / "run"), None, pace)
     with pytest.raises(ValueError, match="`helper` must be given"):
         serve_devices(api, start_of(), fr.RunFolder(tmp_path / "run"), None, pace)
+    plan = write_plan(tmp_path / "recipe", ALGORITHM, aggregator=recipe_of(ALGORITHM.aggregator))
+    with pytest.raises(ValueError, match=r"--per-round must be at most 50, .* \(got 51\)"):
+        serve_devices(DeviceApi(plan, SECRET), start_of(), fr.RunFolder(tmp_path / "run"), None, DevicePace(51))
     for change in ({"rounds": 0}, {"limits": {}}, {"sum": {"protocol": "open"}}, {"format": "x"}, {"vector": None}):
         with pytest.raises(StorageError, match=r"plan\.json"):
             write_plan(tmp_path / "other", ALGORITHM, **change)
@@ -433,7 +472,6 @@ def test_another_algorithm_or_folder_is_refused(plan, tmp_path):
 
 def test_training_begins_with_a_run_of_the_command_line(tmp_path):
     from device_models import default_model
-    from fedrecon._src.core.factories import recipe_of
     from fedrecon._src.recommend.saved_models import open_model
 
     saved, secure = default_model(), ALGORITHM.aggregator
@@ -461,6 +499,17 @@ def test_only_the_registered_coordinator_asks_the_helper(plan, tmp_path):
         ]:
             with connect(port, key) as connection, pytest.raises(Exception, match=message):
                 connection.post(path, b"", 100)
+
+
+def test_what_is_not_a_helper_is_named(plan):
+    with (
+        run_service(DeviceApi(plan, SECRET), ("127.0.0.1", 0), None) as port,
+        connect(port) as connection,
+        pytest.raises(JoinError, match=f"127.0.0.1:{port} does not answer like a helper"),
+    ):
+        connection.post(f"/v1/rounds/0/batches/{'0' * 32}?run=a&broadcast={'0' * 64}", b"", 100)
+    with pytest.raises(JoinError, match=r"--devices\.helper must be a URL with a port"):
+        parse_server("helper", False, "--devices.helper")
 
 
 # ---- noise ----

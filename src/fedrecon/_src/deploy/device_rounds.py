@@ -143,9 +143,13 @@ def serve_devices(
     Raises:
       NotEnoughNodes: too few reports for too long, or the helper cannot be reached.
       StorageError: the folder holds another run, or the plan is for another algorithm.
+      ValueError: a round would have more reports than its sum has room for.
     """
     if (actual := digest_of(start.algorithm)) != api.plan.algorithm:
         raise StorageError(f"the plan is for the algorithm {api.plan.algorithm[:16]}, and this is {actual[:16]}")
+    if pace.reports is not None and api.plan.clients is not None and pace.reports > api.plan.clients:
+        limit = f"{api.plan.clients}, for which the plan's sums have room"
+        raise ValueError(f"--per-round must be at most {limit} (got {pace.reports})")
     if (helper is None) != (api.plan.sums is None):
         raise ValueError(f"`helper` must be {'given' if helper is None else 'None'}: the plan says how sums are made")
     with folder.lock():
@@ -215,6 +219,7 @@ class _Rounds:
         if (checkpoint := folder.restore({"server": self.state._asdict(), "kept": ()})) is not None:
             self.done, saved, self.history = checkpoint
             self.state = ServerState(**saved["server"])
+        api.done = self.done
 
     def params(self) -> Any:
         return jax.tree.map(np.asarray, self.algorithm.params(self.state))
@@ -249,6 +254,7 @@ class _Rounds:
         self.folder.record(record)
         self.folder.checkpoint(self.done, {"server": self.state._asdict(), "kept": ()})
         current.spool.path.unlink()
+        self.api.done = self.done
         return record
 
     def _open_batch(self, number: int) -> tuple[OpenRound, int | None]:

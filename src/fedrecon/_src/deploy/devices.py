@@ -59,6 +59,7 @@ class ServedPlan:
       least: the fewest reports of a sum.
       reports_per_day: the most that one device may send.
       sums: what the helper knows of it; None if sums are open.
+      clients: the most reports that the ring has room for; None if sums are not those of a ring.
     """
 
     content: bytes
@@ -69,6 +70,7 @@ class ServedPlan:
     least: int
     reports_per_day: int
     sums: SumPlan | None
+    clients: int | None
 
     @property
     def digest(self) -> str:
@@ -96,13 +98,15 @@ def read_served_plan(bundle: Path) -> ServedPlan:
         numbers = (plan["rounds"], vector["length"], least, limit)
         good = plan["format"] == "fedrecon-device-plan" and protocol in ("open", "two-servers")
         good = good and all(type(number) is int and number > 0 for number in numbers) and dtype in ("uint32", "float32")
-        algorithm = str(plan["algorithm"])
+        algorithm, recipe = str(plan["algorithm"]), plan.get("aggregator") or {}
+        clients = recipe.get("settings", {}).get("clients")
+        good = good and (clients is None or type(clients) is int)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
         raise StorageError(f"{file} is not a device plan; make one with fedrecon bundle RUN --train")
     sums = read_sum_plan(file) if protocol == "two-servers" else None
-    return ServedPlan(content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums)
+    return ServedPlan(content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums, clients)
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,8 @@ class DeviceApi(Service):
     def __init__(self, plan: ServedPlan, secret: bytes, retry: float = 60.0, limits: Limits | None = None):
         """Admit devices whose tokens were issued with a secret."""
         self.plan, self._secret, self._retry = plan, secret, retry
-        self.run = ""
-        self.counts: Counter[str] = Counter()  # of a round: invited, late, bytes
+        self.run, self.done = "", 0  # the training, and how many of its rounds are over
+        self.counts: Counter[str] = Counter()  # of a round: devices invited, late reports, bytes sent and received
         self._round: OpenRound | None = None
         self._changed = threading.Condition()
         self._budgets = Budgets(REQUESTS_PER_SECOND, BURST)
@@ -242,9 +246,11 @@ class DeviceApi(Service):
         """Take a report."""
         device, owner = self._authenticate(request)
         number = round_number(request)
+        if not self.run:  # there are no tickets yet
+            raise _not_open()
         if not hmac.compare_digest(request.path_params["ticket"].encode(), self._ticket(number, device).encode()):
             raise RequestError(404, "forged", "the coordinator gave this device no such ticket")
-        if self._is_received(number, owner):
+        if self._check_report(number, owner):
             return Response(status_code=200)
         if owner in self._uploading:  # so that memory is bounded by the number of devices
             raise RequestError(429, "too-many", "this device is sending a report already", **{"Retry-After": "1"})
@@ -258,7 +264,7 @@ class DeviceApi(Service):
         if self.plan.dtype == "float32" and not np.isfinite(np.frombuffer(data, "<f4")).all():
             raise RequestError(400, "not-finite", "a report has finite numbers")
         with self._changed:
-            if self._is_received(number, owner) or self._round is None:  # meanwhile, by another connection
+            if self._check_report(number, owner) or self._round is None:  # meanwhile, by another connection
                 return Response(status_code=200)
             self._round.spool.add(owner, data)
             self._round.owners.add(owner)
@@ -267,15 +273,21 @@ class DeviceApi(Service):
             self._changed.notify_all()
         return Response(status_code=201)
 
-    def _is_received(self, number: int, owner: bytes) -> bool:
-        """Say whether a report is there already; raise if its round is over or the device has sent enough today."""
+    def _check_report(self, number: int, owner: bytes) -> bool:
+        """Return whether a report is there already; refuse it if its round is not open, or after enough reports."""
         with self._changed:
             current = self._round
             if current is not None and current.number == number and owner in current.owners:
                 return True
+            if current is None and number >= self.done:  # after a restart, or while the helper is asked
+                raise _not_open()
             if current is None or current.number != number or len(current.spool) >= current.closes_at:
                 self.counts["late"] += 1
                 raise RequestError(410, "expired", "the round is over")
             if self._reports_today()[owner] >= self.plan.reports_per_day:
                 raise RequestError(429, "enough-today", f"a device may report {self.plan.reports_per_day} times a day")
             return False
+
+
+def _not_open() -> RequestError:
+    return RequestError(429, "not-open", "the round is not open now; send the report again", **{"Retry-After": "5"})

@@ -60,8 +60,8 @@ class _TaskOver(Exception):
     """The task was withdrawn, or its deadline has passed."""
 
 
-def parse_server(text: str, insecure: bool) -> str:
-    """Return the URL of a server, given as a URL or as `host:port`.
+def parse_server(text: str, insecure: bool, option: str = "--server") -> str:
+    """Return the URL of a server, given as a URL or as `host:port` by an option.
 
     Raises:
       JoinError: it is not an address, or asks for another kind of connection than `insecure` says.
@@ -74,10 +74,10 @@ def parse_server(text: str, insecure: bool) -> str:
         valid = False
     if not valid or any(character.isspace() for character in text):
         raise JoinError(
-            f"--server must be a URL with a port, such as https://fed.example.org:8000 (got {text[:100]!r})"
+            f"{option} must be a URL with a port, such as https://fed.example.org:8000 (got {text[:100]!r})"
         )
     if url.scheme != scheme:
-        raise JoinError(f"--server is {text[:100]!r}; {'with' if insecure else 'without'} --insecure it is {scheme}://")
+        raise JoinError(f"{option} is {text[:100]!r}; {'with' if insecure else 'without'} --insecure it is {scheme}://")
     return f"{scheme}://{url.netloc}"
 
 
@@ -150,8 +150,12 @@ class Connection:
 
         Raises:
           Conflict: the server refuses.
+          JoinError: it is another server.
         """
-        return self._request("POST", path, data, max(max_bytes, MAX_ANSWER))[1]
+        try:
+            return self._request("POST", path, data, max(max_bytes, MAX_ANSWER))[1]
+        except _TaskOver as error:
+            raise JoinError(f"{self.server} does not answer like a helper of this version: {error}") from None
 
     def _request(
         self, method: str, path: str, data: bytes = b"", max_bytes: int = MAX_ANSWER

@@ -240,7 +240,7 @@ def _run_devices(args: Serve) -> int:
     with contextlib.ExitStack() as stack:
         helper = None
         if devices.helper is not None and devices.sign is not None:
-            url = parse_server(devices.helper, devices.helper_ca is None)
+            url = parse_server(devices.helper, devices.helper_ca is None, "--devices.helper")
             helper = Connection(url, read_private_key(devices.sign), devices.helper_ca)
             stack.enter_context(contextlib.closing(helper))
         folder = RunFolder(args.out)
