@@ -232,6 +232,7 @@ class Coordinator:
         self.about = {"plan": plan.digest, "run": "a run", "round": 0, "key": [1, 2], "batch": "0" * 32}
         state = algorithm.init(jax.random.key(1))
         self.arrays = {f"message/{path}": np.asarray(x) for path, x in flatten(algorithm.message(state))[0].items()}
+        self.retry, self.before_report = 7, lambda: None
         self.task, self.statuses, self.check_in = {}, [], 200  # changes of the task; of reports, one after the other
 
     def broadcast(self):
@@ -239,6 +240,8 @@ class Coordinator:
 
     def answer(self, method, path):
         data = self.broadcast()
+        if method == "PUT":
+            self.before_report()
         if path == "/v1/check-in":
             task = {name: self.about[name] for name in ("plan", "run", "round")}
             task |= {"broadcast": hashlib.sha256(data).hexdigest(), "size": len(data), "ticket": "t", "seconds": 30}
@@ -260,7 +263,11 @@ def coordinator(made):
                 self.close_connection = True
                 return
             self.send_response(status)
-            for name, value in (("Content-Length", len(data)), ("Location", "/elsewhere"), ("Retry-After", 7)):
+            for name, value in (
+                ("Content-Length", len(data)),
+                ("Location", "/elsewhere"),
+                ("Retry-After", script.retry),
+            ):
                 self.send_header(name, str(value))
             self.end_headers()
             self.wfile.write(data)
@@ -326,6 +333,8 @@ def test_a_report_that_is_late_is_not_sent_again(coordinator, tmp_path):
         (lambda c: c.task.update(plan="0" * 64), ParticipationError),
         (lambda c: c.task.update(round=1), ParticipationError),
         (lambda c: c.task.update(run="another"), ParticipationError),
+        (lambda c: c.about.update(round=ROUNDS), ParticipationError),
+        (lambda c: c.task.update(seconds=float("nan")), ParticipationError),
         (lambda c: c.task.update(ticket="../../elsewhere"), ParticipationError),
         (lambda c: c.about.update(batch="x"), ParticipationError),
         (lambda c: c.about.update(key=[1]), ParticipationError),
@@ -371,6 +380,36 @@ def test_a_device_waits_as_it_is_told_and_comes_back_after_errors(coordinator, t
     coordinator.check_in = 503
     device.run(stop=lambda: len(pauses) == 4, sleep=pauses.append)
     assert pauses == [7, 7, 5, 10]
+
+
+def test_a_device_whose_report_was_lost_is_in_no_hurry(coordinator, tmp_path):
+    coordinator.retry = "Wed, 18 Nov 2026 00:00:00 GMT"
+    device = device_of(coordinator, tmp_path)
+    assert device.step().pause == 1
+    for seconds, pause in ((30, 60), (600, 600), (1e6, 3600)):
+        coordinator.task["seconds"] = seconds
+        assert device.step() == (None, pause)
+
+
+@pytest.mark.parametrize("end", ["leave", "forget"])
+def test_who_leaves_while_a_report_is_sent_has_left(end, coordinator, tmp_path):
+    device = device_of(coordinator, tmp_path)
+    coordinator.before_report = device.leave if end == "leave" else device.personal.forget
+    with pytest.raises(ParticipationError, match="the owner no longer takes part"):
+        device.step()
+    assert "participation" not in device.personal.stored()
+    assert bool(device.personal.stored()) == (end == "leave")
+
+
+def test_noise_is_for_one_report_in_each_round_of_the_plan(coordinator, tmp_path):
+    device = device_of(coordinator, tmp_path)
+    device.trainer.plan |= {"noise": {"variance": 400.0, "least": 3}, "rounds": 2}
+    for run in ("a run", "another"):
+        coordinator.about["run"] = run
+        assert device.step().report is not None
+    coordinator.about["run"] = "a third"
+    with pytest.raises(ParticipationError, match="has sent the 2 reports that the plan's noise protects"):
+        device.step()
 
 
 def test_without_tls_only_this_machine_is_a_server(made, tmp_path):

@@ -92,8 +92,19 @@ class Participant:
         entry = self.personal.stored().get("participation")
         return entry or {"name": secrets.token_hex(16), "reports": [], "plan": None, "state": {}}
 
+    def _join(self) -> dict[str, Any]:
+        """Return what is known about taking part; from now on it is in the owner's file."""
+        entry, stored = self._entry(), self.personal.stored()
+        if "participation" not in stored:
+            self.personal.store.write({**stored, "participation": entry})
+        return entry
+
     def _save(self, entry: Mapping[str, Any]) -> None:
-        self.personal.store.write({**self.personal.stored(), "participation": dict(entry)})
+        """Save what is known about taking part, unless the owner left or deleted the file since."""
+        stored = self.personal.stored()
+        if stored.get("participation", {}).get("name") != entry["name"]:
+            raise ParticipationError("the owner no longer takes part")
+        self.personal.store.write({**stored, "participation": dict(entry)})
 
     # ---- taking part ----
 
@@ -116,28 +127,31 @@ class Participant:
         """Ask for a task and, if there is one, train and report.
 
         Raises:
-          ParticipationError: the server asks for something that the owner did not agree to, or refuses the token.
+          ParticipationError: the server asks for something that the owner did not agree to, or refuses the token; or
+            the owner left meanwhile, or has sent as many reports as the plan's noise is for.
           OSError: the server cannot be reached.
         """
-        entry, limits = self._entry(), self.trainer.plan["limits"]
-        recent = [report for report in entry["reports"] if report["time"] > time.time() - DAY]
-        columns = self.personal.columns()
+        columns, limits = self.personal.columns(), self.trainer.plan["limits"]
         if len(next(iter(columns.values()))) < limits["min_examples"]:
             return Step(None, DAY)
+        entry = self._join()
+        recent = [report for report in entry["reports"] if report["time"] > time.time() - DAY]
         if len(recent) >= limits["reports_per_day"]:
             return Step(None, max(recent[-limits["reports_per_day"]]["time"] + DAY - time.time(), 1.0))
+        self._check_budget(entry)
         status, headers, body = self._request("GET", "/v1/check-in", MOST_ANSWER)
-        pause = min(float(headers.get("retry-after", "1") or 1), LONGEST_PAUSE)
         if status == 204:
-            return Step(None, pause)
+            return Step(None, _pause(headers, 1.0))
         task = self._read_task(body)
         if any((report["run"], report["round"]) == (task["run"], task["round"]) for report in entry["reports"]):
-            return Step(None, max(pause, 1.0))  # this round has our report
+            # The server does not have it, as after a crash, and does not get another.
+            return Step(None, _pause(headers, min(max(task["seconds"], 60.0), 3600.0)))
         arrays, about = self._fetch(task)
         update = self.trainer.update(arrays, tuple(about["key"]), entry["name"], columns, self._state(entry))
         data = self._protect(update.vector, about, task["broadcast"])
         report = {
             "time": int(time.time()),
+            "plan": self.trainer.digest,
             "run": task["run"],
             "round": task["round"],
             "bytes": len(data),
@@ -151,7 +165,16 @@ class Participant:
         path = f"/v1/rounds/{task['round']}/reports/{task['ticket']}"
         report["status"] = SENT if self._send(path, data, task["seconds"]) else LATE
         self._save(entry)
-        return Step(report, max(pause, 1.0))
+        return Step(report, _pause(headers, 1.0))
+
+    def _check_budget(self, entry: Mapping[str, Any]) -> None:
+        """Refuse to send more reports than the plan's noise is for: one in each of its rounds, whatever the runs."""
+        plan = self.trainer.plan
+        count = sum(report.get("plan") == self.trainer.digest for report in entry["reports"])
+        if plan["noise"] is not None and count >= plan["rounds"]:
+            raise ParticipationError(
+                f"this device has sent the {plan['rounds']} reports that the plan's noise protects"
+            )
 
     def protection(self) -> str:
         """Say how reports are protected."""
@@ -172,7 +195,7 @@ class Participant:
         task = _json(body)
         good = isinstance(task, dict) and isinstance(task.get("run"), str)
         good = good and all(type(task.get(name)) is int and 0 <= task[name] < 2**53 for name in ("round", "size"))
-        good = good and isinstance(task.get("seconds"), int | float)
+        good = good and isinstance(task.get("seconds"), int | float) and 0 < task["seconds"] < float("inf")
         patterns = {"plan": "[0-9a-f]{64}", "broadcast": "[0-9a-f]{64}", "ticket": "[0-9a-zA-Z_-]{1,200}"}
         if not good or not all(re.fullmatch(pattern, str(task.get(name))) for name, pattern in patterns.items()):
             raise ParticipationError("the server does not answer like a coordinator of this version")
@@ -180,6 +203,8 @@ class Participant:
             raise ParticipationError(
                 f"the server asks for the plan {task['plan'][:16]}; the owner agreed to {self.trainer.digest[:16]}"
             )
+        if task["round"] >= (rounds := self.trainer.plan["rounds"]):
+            raise ParticipationError(f"the server asks for round {task['round']}; the plan has {rounds}, from 0")
         return task
 
     def _fetch(self, task: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -252,6 +277,12 @@ class Participant:
         if len(body) > most or not (response.status < 300 or response.status in (404, 410)):
             raise ConnectionError(f"the server answers with status {response.status}: {_detail(body)}")
         return response.status, {name.lower(): value for name, value in response.getheaders()}, body
+
+
+def _pause(headers: Mapping[str, str], otherwise: float) -> float:
+    """Return how many seconds the server wants to be left alone."""
+    text = headers.get("retry-after", "")
+    return min(max(float(text), 1.0), LONGEST_PAUSE) if text.isdecimal() else otherwise
 
 
 def _json(data: bytes) -> Any:
