@@ -80,6 +80,7 @@ def device_jobs(folder):
 
     for size in SIZES:
         api = DeviceApi(ServedPlan(b"", "", 1, size // 4, "uint32", 1, 10, None), secret)
+        api.run = "run"
         spool = Spool(folder / f"spool-{size}", size)
         api.open_round(OpenRound(0, b"", b"", spool, 10**9, time.monotonic() + 3600))
         data, requests = os.urandom(size), []

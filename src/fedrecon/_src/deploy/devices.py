@@ -70,7 +70,7 @@ class ServedPlan:
     least: int
     reports_per_day: int
     sums: SumPlan | None
-    clients: int | None
+    clients: int | None = None
 
     @property
     def digest(self) -> str:
