@@ -264,6 +264,15 @@ def test_a_damaged_plan_is_refused_or_harmless(data):
         pack_examples(read_plan(json.dumps(plan).encode()), case["columns"], tuple(case["round"]), case["name"])
 
 
+def test_a_device_agrees_to_no_sum_of_one_report():
+    plan = whole_plan(CASES[0]["plan"])
+    plan["sum"]["least"] = 1
+    with pytest.raises(BundleError, match=r"sum\.least"):
+        read_plan(json.dumps(plan).encode())
+    plan["sum"] = {"protocol": "open", "bits": 32, "helper": None, "least": 1}
+    assert read_plan(json.dumps(plan).encode())["sum"]["least"] == 1
+
+
 def test_plans_as_they_are_written_are_read():
     for case in CASES:
         assert read_plan(json.dumps(whole_plan(case["plan"])).encode())["split"] == case["plan"]["split"]
