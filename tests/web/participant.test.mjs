@@ -1,6 +1,6 @@
 // A participant against a server of this test: what it sends, what it refuses, when it sleeps and what it remembers.
 import assert from "node:assert/strict";
-import { createHash } from "node:crypto";
+import { createDecipheriv, createHash, createPublicKey, diffieHellman, generateKeyPairSync, hkdfSync } from "node:crypto";
 import { createServer } from "node:http";
 import { after, test } from "node:test";
 
@@ -9,6 +9,7 @@ import { Trainer } from "../../src-device/fedrecon_device/web/training.js";
 
 const DIGEST = "5".repeat(64);
 const PLAN = {
+  rounds: 10,
   examples: { support: 2, query: 2, most: 4, columns: { item: { dtype: "int32", shape: [] } } },
   split: {
     counts: { support: [0, 1, 1, 2, 2], query: [0, 0, 1, 1, 2] },
@@ -42,7 +43,7 @@ function safetensors(about, values) {
 /** Start a server; `answers` may replace how it answers a kind of request. */
 async function start(/** @type {Record<string, any>} */ answers = {}) {
   const about = { plan: DIGEST, run: "r", round: 7, key: [1, 2], batch: "ab".repeat(16), ...answers.about };
-  const broadcast = safetensors(about, [1, 2, 3]);
+  const broadcast = safetensors(about, answers.values ?? [1, 2, 3]);
   const name = createHash("sha256").update(broadcast).digest("hex");
   const task = { plan: DIGEST, run: "r", round: 7, broadcast: name, size: broadcast.length, ticket: "t/1", seconds: 5, ...answers.task };
   /** @type {{method: string, url: string, token: string, body: Buffer}[]} */
@@ -60,7 +61,7 @@ async function start(/** @type {Record<string, any>} */ answers = {}) {
   await new Promise((resolve) => server.listen(0, "127.0.0.1", () => resolve(null)));
   after(() => server.close());
   const { port } = /** @type {import("node:net").AddressInfo} */ (server.address());
-  return { requests, address: `http://127.0.0.1:${port}/` };
+  return { requests, broadcast: name, address: `http://127.0.0.1:${port}/` };
 }
 
 /** A participant of two examples, and what it remembers. */
@@ -93,8 +94,42 @@ test("a round is downloaded, computed, reported and recorded", async () => {
   const { time, protected: how, ...rest } = report;
   assert.ok(Math.abs(Date.now() / 1000 - time) < 10);
   assert.match(how, /the server sees each report/);
-  assert.deepEqual(rest, { run: "r", round: 7, bytes: 12, status: "sent" });
+  assert.deepEqual(rest, { plan: DIGEST, run: "r", round: 7, bytes: 12, status: "sent" });
   assert.match(kept.record.name, /^[0-9a-f]{32}$/);
+});
+
+test("a seed opens for the broadcast that the report was computed from, and for no other", async () => {
+  const { requests, broadcast, address } = await start();
+  const { publicKey, privateKey } = generateKeyPairSync("x25519");
+  const shared = Buffer.from(publicKey.export({ format: "jwk" }).x, "base64url");
+  const sum = { protocol: "two-servers", bits: 32, helper: shared.toString("hex"), least: 2 };
+  await join(address, /** @type {any} */ ({ ...PLAN, sum })).participant.step(signal);
+  const [id, ephemeral, sealed, tag] = [[0, 16], [16, 48], [48, 80], [80, 96]].map(([from, to]) => requests[2].body.subarray(from, to));
+  const jwk = { kty: "OKP", crv: "X25519", x: ephemeral.toString("base64url") };
+  const secret = diffieHellman({ privateKey, publicKey: createPublicKey({ key: jwk, format: "jwk" }) });
+  const key = Buffer.from(hkdfSync("sha256", secret, Buffer.concat([ephemeral, shared]), "fedrecon two servers v1", 32));
+  const opened = (/** @type {string} */ run) => {
+    const [round, length] = [Buffer.alloc(8), Buffer.alloc(8)];
+    round.writeBigUInt64BE(7n);
+    length.writeBigUInt64BE(3n);
+    const named = createHash("sha256").update(run).digest();
+    const cipher = createDecipheriv("aes-256-gcm", key, Buffer.alloc(12)).setAuthTag(tag);
+    cipher.setAAD(Buffer.concat([Buffer.from(DIGEST, "hex"), named, Buffer.from("ab".repeat(16), "hex"), round, id, length]));
+    return Buffer.concat([cipher.update(sealed), cipher.final()]);
+  };
+  assert.equal(opened(`r ${broadcast}`).length, 32);
+  assert.throws(() => opened("r"));
+  assert.throws(() => opened(`r ${"0".repeat(64)}`));
+});
+
+test("with noise it sends as many reports as the plan has rounds, in whatever runs", async () => {
+  const { requests, address } = await start();
+  const { participant, kept } = join(address, /** @type {any} */ ({ ...PLAN, rounds: 8, noise: { variance: 4 } }));
+  const sent = Array.from({ length: 8 }, (_, round) => ({ plan: DIGEST, run: "earlier", round, time: 0 }));
+  kept.record = { name: "x", reports: [...sent.slice(1), { ...sent[0], plan: "6".repeat(64) }], plan: null, state: {} };
+  assert.equal((await participant.step(signal)).reason, "reported");
+  await assert.rejects(participant.step(signal), (problem) => problem instanceof Refusal && /sent the 8 reports/.test(problem.message));
+  assert.equal(requests.filter(({ method }) => method === "PUT").length, 1);
 });
 
 test("a round is never reported twice, whatever the server says, also after a restart", async () => {
@@ -103,7 +138,7 @@ test("a round is never reported twice, whatever the server says, also after a re
   await participant.step(signal);
   const again = join(address);
   again.kept.record = kept.record;
-  assert.equal((await again.participant.step(signal)).reason, "told");
+  assert.deepEqual(await again.participant.step(signal), { seconds: 60, reason: "told" });
   assert.equal(requests.filter(({ method }) => method === "PUT").length, 1);
 });
 
@@ -126,6 +161,11 @@ test("a report is in the record before it leaves, and a lost answer is asked for
 test("it sleeps as it is told, with few examples, and when it has reported often enough", async () => {
   const { requests, address } = await start({ checkIn: (_, response) => response.writeHead(204, { "Retry-After": "90" }).end() });
   assert.deepEqual(await join(address).participant.step(signal), { seconds: 90, reason: "told" });
+  for (const [seconds, pause] of [[5, 60], [900, 900], [1e9, 3600]]) {
+    const { participant, kept } = join((await start({ task: { seconds } })).address);
+    kept.record = { name: "x", reports: [{ time: 0, run: "r", round: 7 }], plan: null, state: {} };
+    assert.deepEqual(await participant.step(signal), { seconds: pause, reason: "told" });
+  }
   assert.equal((await join(address, PLAN, [4]).participant.step(signal)).reason, "few examples");
   const { participant, kept } = join(address);
   kept.record = { name: "x", reports: Array(3).fill({ time: Date.now() / 1000 - 3600 }), plan: null, state: {} };
@@ -139,6 +179,8 @@ test("another plan, round or broadcast than agreed to is refused before anything
   const wrong = [
     { task: { plan: "6".repeat(64) } }, { about: { round: 8 } }, { about: { run: "other" } }, { about: { plan: "6".repeat(64) } },
     { task: { broadcast: "../../secret" } }, { task: { size: 2 ** 30 } },
+    { task: { round: 10 }, about: { round: 10 } }, { task: { round: -1 }, about: { round: -1 } }, { values: [1, NaN, 3] },
+    { values: [Infinity, 2, 3] },
   ];
   for (const answers of wrong) {
     const { requests, address } = await start(answers);
@@ -160,7 +202,7 @@ test("an expired token is replaced once; a device that is not admitted stops", a
     checkIn: (request, response) =>
       request.headers.authorization === "Bearer token-2" && ++refusals < 2
         ? response.writeHead(204).end()
-        : response.writeHead(401, { "Content-Type": "application/problem+json" }).end('{"title": "expired"}'),
+        : response.writeHead(401, { "Content-Type": "application/problem+json" }).end('{"title": "unauthorized", "detail": "expired"}'),
   });
   const { participant } = join(address);
   await assert.rejects(participant.step(signal), /401: expired/);

@@ -50,6 +50,12 @@ test("ids that a table does not have are refused", () => {
   assert.throws(() => packExamples(plan, person, round, "x"), /rows 0 to 39/);
 });
 
+test("more rows than the plan has room for are refused", () => {
+  const { plan, round, name, columns } = vectors.device_inputs.at(-1);
+  const rows = Object.fromEntries(Object.entries(plan.rows).map(([group, about]) => [group, { ...about, capacity: 1 }]));
+  assert.throws(() => packExamples({ ...plan, rows }, columnsOf(columns, plan), round, name), /rows of .*; the plan has room for 1/);
+});
+
 test("rows of a table go to their places in the vector, other outputs follow each other", () => {
   const layout = [{ at: 0, values: "values", ids: "ids", count: "count" }, { at: 6, values: "rest" }];
   const outputs = new Map([
@@ -65,6 +71,10 @@ test("plans of another version or protocol are refused", () => {
   assert.throws(() => readPlan('{"format": "fedrecon-device-plan", "version": 9}'), /version 1, not/);
   const open = '{"format": "fedrecon-device-plan", "version": 1, "sum": {"protocol": "other"}}';
   assert.throws(() => readPlan(open), /unknown protocol other/);
+  for (const often of [0, 1001, 1.5]) {
+    const plan = { format: "fedrecon-device-plan", version: 1, sum: { protocol: "open" }, limits: { reports_per_day: often } };
+    assert.throws(() => readPlan(JSON.stringify(plan)), /reports_per_day must be from 1 to 1000/);
+  }
 });
 
 test("a report has the same bytes as Python's, from the same secrets", async () => {

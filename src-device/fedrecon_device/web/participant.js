@@ -3,13 +3,14 @@
 
 import { digestOf, openManifest, readMetadata, readTensors, toHex, underPrefix } from "./bundle.js";
 import { addNoise, sealReport } from "./sealing.js";
-import { Trainer, readPlan } from "./training.js";
+import { MOST_REPORTS, Trainer, readPlan } from "./training.js";
 
 /**
  * @typedef {import("./training.js").Columns} Columns
  * @typedef {import("./training.js").Plan} Plan
  * @typedef {Object} SentReport what left the device, for its owner to see
  * @property {number} time in seconds since 1970
+ * @property {string} plan the digest of the plan that it was computed for
  * @property {string} run
  * @property {number} round
  * @property {number} bytes
@@ -20,6 +21,7 @@ import { Trainer, readPlan } from "./training.js";
  * @property {SentReport[]} reports the newest last
  * @property {string | null} plan the digest of the plan that `state` belongs to
  * @property {Record<string, {shape: number[], data: number[]}>} state what the method keeps on this device
+ * @property {string} [agreed] on a page: the digest of the plan whose terms the person read when they turned the switch on
  * @typedef {{read: () => Promise<ParticipantRecord | null>, write: (record: ParticipantRecord) => Promise<void>}} RecordStore the owner's own
  * @typedef {{plan: string, run: string, round: number, broadcast: string, size: number, ticket: string, seconds: number}} Task
  * @typedef {{seconds: number, reason: "reported" | "told" | "few examples" | "often enough", report?: SentReport}} Step
@@ -30,7 +32,7 @@ import { Trainer, readPlan } from "./training.js";
  * @property {() => Columns} columns the owner's examples
  */
 
-const DAY = 86_400, PATIENCE = 600, MOST_BYTES = 1 << 28, MOST_REPORTS = 1000, TRIES = 4;
+const DAY = 86_400, PATIENCE = 600, MOST_BYTES = 1 << 28, TRIES = 4;
 
 /** An answer of the server that trying again does not change. */
 export class Refusal extends Error {}
@@ -100,18 +102,31 @@ export class Participant {
     const { reports_per_day: often, min_examples: least } = this.plan.limits;
     const last = record.reports.slice(-often), since = Date.now() / 1000 - last[0]?.time;
     if (last.length === often && since < DAY) return { seconds: DAY - since, reason: "often enough" };
+    this.checkBudget(record);
     const columns = this.columns(), first = Object.keys(this.plan.examples.columns)[0];
     const width = this.plan.examples.columns[first].shape.reduce((product, n) => product * n, 1);
     if (columns[first].length / width < least) return { seconds: PATIENCE, reason: "few examples" };
     const answer = await this.request("v1/check-in", { signal });
-    if (answer.status === 204) return { seconds: told(answer), reason: "told" };
+    if (answer.status === 204) return { seconds: told(answer, PATIENCE), reason: "told" };
     const task = /** @type {Task} */ (await answer.json());
     if (task.plan !== this.digest) throw new Refusal("the server trains another plan than the one agreed to");
+    if (!(Number.isInteger(task.round) && task.round >= 0 && task.round < this.plan.rounds)) {
+      throw new Refusal(`the server asks for round ${task.round}; the plan has rounds 0 to ${this.plan.rounds - 1}`);
+    }
     const reported = record.reports.some(({ run, round }) => run === task.run && round === task.round);
-    if (reported) return { seconds: told(answer), reason: "told" };
+    if (reported) return { seconds: told(answer, Math.min(Math.max(Number(task.seconds) || 0, 60), 3600)), reason: "told" };
     const body = await this.compute(task, record, columns, signal);
     signal.throwIfAborted();
     return { seconds: 1, reason: "reported", report: await this.send(task, record, body, signal) };
+  }
+
+  /**
+   * Fail if noise no longer protects another report: it is enough for one report in each round of the plan, in whatever runs.
+   * @param {ParticipantRecord} record
+   */
+  checkBudget({ reports }) {
+    if (this.plan.noise === null || reports.filter(({ plan }) => plan === this.digest).length < this.plan.rounds) return;
+    throw new Refusal(`this device has sent the ${this.plan.rounds} reports that the plan's noise protects`);
   }
 
   /**
@@ -131,7 +146,8 @@ export class Participant {
     const { sum, noise } = this.plan;
     if (noise !== null) addNoise(/** @type {Uint32Array} */ (vector), noise.variance);
     if (sum.protocol === "open") return new Uint8Array(vector.slice().buffer);
-    const purpose = { plan: fromHex(this.digest), run: task.run, round: task.round, batch };
+    const run = `${task.run} ${task.broadcast}`; // so that the helper adds it only to reports on the same broadcast
+    const purpose = { plan: fromHex(this.digest), run, round: task.round, batch };
     return sealReport(/** @type {Uint32Array} */ (vector), sum.bits, fromHex(sum.helper ?? ""), purpose);
   }
 
@@ -160,7 +176,11 @@ export class Participant {
     if (about.plan !== this.digest || about.run !== task.run || about.round !== task.round) {
       throw new Refusal("the broadcast is of another plan, run or round");
     }
-    return { message: underPrefix(readTensors(data), "message/"), key: about.key, batch: fromHex(about.batch) };
+    const message = underPrefix(readTensors(data), "message/");
+    for (const [path, values] of message) {
+      if (!values.data.every(Number.isFinite)) throw new Refusal(`the broadcast has numbers in ${path} that are not finite`);
+    }
+    return { message, key: about.key, batch: fromHex(about.batch) };
   }
 
   /**
@@ -174,9 +194,10 @@ export class Participant {
   async send({ run, round, ticket }, record, body, signal) {
     /** @type {SentReport} */
     const report = {
-      time: Math.floor(Date.now() / 1000), run, round, bytes: body.length, protected: protection(this.plan), status: "sending",
+      time: Math.floor(Date.now() / 1000), plan: this.digest, run, round, bytes: body.length,
+      protected: protection(this.plan), status: "sending",
     };
-    record.reports = [...record.reports, report].slice(-MOST_REPORTS);
+    record.reports = [...record.reports, report].slice(-Math.max(MOST_REPORTS, this.plan.rounds));
     await this.store.write(record);
     const path = `v1/rounds/${round}/reports/${encodeURIComponent(ticket)}`;
     const headers = { "Content-Type": "application/octet-stream" };
@@ -209,8 +230,8 @@ export class Participant {
     const safe = { credentials: "omit", redirect: "error", referrerPolicy: "no-referrer", cache: "no-store" };
     const answer = await fetch(new URL(path, this.server), { ...safe, ...options, headers });
     if (answer.ok || expected.includes(answer.status)) return answer;
-    const { title } = await answer.json().catch(() => ({ title: undefined }));
-    const message = `the server answered ${answer.status}${title ? `: ${title}` : ""}`;
+    const { detail } = await answer.json().catch(() => ({ detail: undefined }));
+    const message = `the server answered ${answer.status}${detail ? `: ${detail}` : ""}`;
     if (answer.status === 401 && !fresh) {
       this.token = null;
       return this.request(path, options, expected);
@@ -219,10 +240,14 @@ export class Participant {
   }
 }
 
-/** @param {Response} answer how many seconds the server wants to be left alone */
-function told(answer) {
-  const seconds = Number(answer.headers.get("Retry-After"));
-  return Number.isFinite(seconds) ? Math.min(DAY, Math.max(1, seconds)) : PATIENCE;
+/**
+ * Return how many seconds the server wants to be left alone.
+ * @param {Response} answer
+ * @param {number} otherwise if it does not say
+ */
+function told(answer, otherwise) {
+  const seconds = Number(answer.headers.get("Retry-After") ?? NaN);
+  return Number.isFinite(seconds) ? Math.min(DAY, Math.max(1, seconds)) : otherwise;
 }
 
 /** @returns {ParticipantRecord} of a device that takes part for the first time, with a name that says nothing about it */

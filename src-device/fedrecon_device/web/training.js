@@ -36,6 +36,8 @@ import { loadGraphs } from "./onnx.js";
  * @property {{reports_per_day: number, min_examples: number}} limits
  */
 
+export const MOST_REPORTS = 1000; // that a device remembers at least; a day cannot have more
+
 /**
  * Read a device plan.
  * @param {string} text
@@ -47,6 +49,10 @@ export function readPlan(text) {
     throw new Error(`this page reads device plans of version 1, not ${plan.format} ${plan.version}`);
   }
   if (!["open", "two-servers"].includes(plan.sum.protocol)) throw new Error(`unknown protocol ${plan.sum.protocol}`);
+  const often = plan.limits.reports_per_day;
+  if (!(Number.isInteger(often) && often >= 1 && often <= MOST_REPORTS)) {
+    throw new Error(`limits.reports_per_day must be from 1 to ${MOST_REPORTS}, which is how many a device remembers (got ${often})`);
+  }
   return plan;
 }
 
@@ -149,6 +155,7 @@ function listRows(plan, group, { features, table, capacity, support }, columns, 
       }
     });
   }
+  if (slotOf.size > capacity) throw new Error(`the examples touch ${slotOf.size} rows of ${group}; the plan has room for ${capacity}`);
   inputs.set(`rows/${group}`, { data: list, shape: [capacity] });
   inputs.set(`num_rows/${group}`, { data: Int32Array.of(slotOf.size), shape: [] });
 }
