@@ -250,7 +250,8 @@ class Demo:
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
@@ -324,7 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--stay", action="store_true", help="go on until Ctrl-C, so that you can take part in a browser"
     )
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # devices must not outlive the demonstration
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)  # devices must not outlive the demonstration
     mark = args.out / ".devices-demo"
     if args.out.exists():
         if not mark.exists():

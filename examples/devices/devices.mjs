@@ -3,7 +3,7 @@
 // Settings: {"bundle": folder, "scripts": the folder web of fedrecon_device, "runtime": the folder dist of onnxruntime-web,
 // "server": address, "devices": [{"store": file, "token": text, "columns": {...}, "rounds": how many it reports before it
 // leaves, null for all}]}.
-import { readFile, writeFile } from "node:fs/promises";
+import { readFile, rename, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
 
@@ -21,7 +21,10 @@ const read = async (name) => {
 /** A person's record in a file of their own. */
 const storeIn = (file) => ({
   read: () => readFile(file, "utf8").then(JSON.parse, () => null),
-  write: (record) => writeFile(file, JSON.stringify(record), { mode: 0o600 }),
+  write: async (record) => {
+    await writeFile(`${file}.partial`, JSON.stringify(record), { mode: 0o600 });
+    await rename(`${file}.partial`, file);
+  },
 });
 
 const devices = await Promise.all(
