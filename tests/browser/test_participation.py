@@ -1,5 +1,6 @@
 """People who take part in training from their browsers, each in a context of its own, with real servers."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from deployed_devices import (
     ratings_of,
     simulate,
 )
+from fedrecon_device.files import manifest_bytes
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
 CHROMIUM = next(
@@ -177,12 +179,56 @@ def test_a_coordinator_that_is_gone_is_no_obstacle_to_using_the_page(bundled, pe
         assert kept(page)["participation"]["reports"] == []
 
 
+def change_plan(bundle, **limits):
+    """Replace the terms of a bundle, as a site does that publishes another one."""
+    plan, manifest = (json.loads((bundle / name).read_text()) for name in ("plan.json", "manifest.json"))
+    data = json.dumps(plan | {"limits": plan["limits"] | limits}).encode()
+    manifest["files"]["plan.json"] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (bundle / "plan.json").write_bytes(data)
+    (bundle / "manifest.json").write_bytes(manifest_bytes(manifest))
+
+
+def test_other_terms_need_another_consent(bundled, person, tmp_path):
+    bundle = Path(shutil.copytree(bundled[0], tmp_path / "bundle"))
+    with page_server().PageServer(bundle, "http://127.0.0.1:9", SECRET) as site:
+        uncached = "delete Navigator.prototype.serviceWorker"
+        page = person(site.address, ratings_of(1), before=uncached)
+        page.check("#share")
+        until(page, "document.getElementById('share-state').textContent.includes('Trying again later')")
+        page.reload()
+        until(page, "document.documentElement.dataset.ready === 'yes'")
+        assert page.is_checked("#share")  # the same terms
+
+        change_plan(bundle, reports_per_day=900)
+        requests = []
+        page.context.on("request", lambda request: requests.append(request.url))
+        page.reload()
+        until(page, "document.documentElement.dataset.ready === 'yes'")
+        page.wait_for_timeout(1500)
+        assert not page.is_checked("#share")
+        assert "terms have changed" in page.inner_text("#share-what")
+        assert "900 times a day" in page.inner_text("#share-what")
+        assert set(kept(page)) == {"version", "examples"}
+        assert [url for url in requests if "/v1/" in url or "participation.json" in url] == []
+
+        change_plan(bundle, reports_per_day=1000)  # while the page shows 900
+        page.check("#share")
+        until(page, "document.getElementById('share-state').textContent.includes('the terms have changed; reload')")
+        assert [url for url in requests if "/v1/" in url] == []
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1180, "light"), (360, "dark")])
 def test_the_switch_is_accessible_and_fits_a_phone(bundled, person, width, scheme):
     sent = {"time": 1_790_000_000, "run": "r", "round": 7, "bytes": 979_257, "status": "sent"}
     sent["protected"] = "masked for two servers: they learn sums of 3 or more"
     record = json.dumps(
-        {"name": "n", "reports": [sent, sent | {"round": 8, "status": "too late"}], "plan": None, "state": {}}
+        {
+            "name": "n",
+            "reports": [sent, sent | {"round": 8, "status": "too late"}],
+            "plan": None,
+            "state": {},
+            "agreed": hashlib.sha256((bundled[0] / "plan.json").read_bytes()).hexdigest(),
+        }
     )
     with page_server().PageServer(bundled[0], "http://127.0.0.1:9", SECRET) as site:
         page = person(site.address, ratings_of(1), width, color_scheme=scheme, bypass_csp=True)

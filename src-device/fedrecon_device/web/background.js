@@ -55,7 +55,9 @@ worker.addEventListener("message", async (/** @type {MessageEvent<ToWorker>} */ 
   given = data;
   try {
     participant ??= open();
-    tell({ step: await (await participant).step(signal) });
+    const opened = await participant;
+    if (data.record.agreed !== opened.digest) throw new Refusal("the terms have changed; reload the page");
+    tell({ step: await opened.step(signal) });
   } catch (problem) {
     participant = null;
     tell({ problem: problem instanceof Error ? problem.message : String(problem), final: problem instanceof Refusal });

@@ -20,6 +20,7 @@ const STATES = {
   "few examples": "Waiting: there is too little to learn from yet.",
   "often enough": "Enough for today.",
 };
+const CHANGED = "The terms have changed since you agreed to them, so this is off until you agree to these. ";
 
 /**
  * Show the switch, and take part while it is on.
@@ -29,6 +30,9 @@ const STATES = {
  */
 export async function showSharing(bundle, columns, onChange) {
   const plan = readPlan(new TextDecoder().decode(await bundle.read("plan.json")));
+  const digest = bundle.manifest.files["plan.json"].sha256, before = store.participation();
+  const changed = before !== null && before.agreed !== digest;
+  if (changed) store.keepParticipation(null);
   const toggle = /** @type {HTMLInputElement} */ (at("share"));
   /** @type {AbortController | null} */
   let running = null;
@@ -58,11 +62,11 @@ export async function showSharing(bundle, columns, onChange) {
   };
 
   toggle.addEventListener("change", () => {
-    store.keepParticipation(toggle.checked ? emptyRecord() : null);
+    store.keepParticipation(toggle.checked ? { ...emptyRecord(), agreed: digest } : null);
     say(toggle.checked ? "You take part in training." : "You no longer take part. Nothing of it is kept.");
     show();
   });
-  at("share-what").textContent = describe(plan, location.host);
+  at("share-what").textContent = (changed ? CHANGED : "") + describe(plan, location.host);
   at("sharing").hidden = false;
   show();
   return show;
@@ -155,7 +159,7 @@ function ask(worker, given, onRecord, signal) {
     worker.onerror = (event) => resolve({ problem: event.message || "the worker cannot start", final: false });
     worker.onmessage = (/** @type {MessageEvent<FromWorker>} */ { data }) => {
       if (!("write" in data)) return resolve(data);
-      if (signal.aborted) return;
+      if (signal.aborted || store.participation() === null) return; // it was switched off, perhaps in another tab
       store.keepParticipation(data.write);
       onRecord();
       worker.postMessage("written");
