@@ -159,7 +159,10 @@ function ask(worker, given, onRecord, signal) {
     worker.onerror = (event) => resolve({ problem: event.message || "the worker cannot start", final: false });
     worker.onmessage = (/** @type {MessageEvent<FromWorker>} */ { data }) => {
       if (!("write" in data)) return resolve(data);
-      if (signal.aborted || store.participation() === null) return; // it was switched off, perhaps in another tab
+      if (signal.aborted) return;
+      if (store.participation()?.name !== data.write.name) { // it was switched off, perhaps in another tab
+        return resolve({ problem: "it was switched off meanwhile", final: false });
+      }
       store.keepParticipation(data.write);
       onRecord();
       worker.postMessage("written");
