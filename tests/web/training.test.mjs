@@ -71,6 +71,8 @@ test("plans of another version or protocol are refused", () => {
   assert.throws(() => readPlan('{"format": "fedrecon-device-plan", "version": 9}'), /version 1, not/);
   const open = '{"format": "fedrecon-device-plan", "version": 1, "sum": {"protocol": "other"}}';
   assert.throws(() => readPlan(open), /unknown protocol other/);
+  const single = '{"format": "fedrecon-device-plan", "version": 1, "sum": {"protocol": "two-servers", "least": 1}}';
+  assert.throws(() => readPlan(single), /sum.least must be at least 2/);
   for (const often of [0, 1001, 1.5]) {
     const plan = { format: "fedrecon-device-plan", version: 1, sum: { protocol: "open" }, limits: { reports_per_day: often } };
     assert.throws(() => readPlan(JSON.stringify(plan)), /reports_per_day must be from 1 to 1000/);

@@ -49,6 +49,9 @@ export function readPlan(text) {
     throw new Error(`this page reads device plans of version 1, not ${plan.format} ${plan.version}`);
   }
   if (!["open", "two-servers"].includes(plan.sum.protocol)) throw new Error(`unknown protocol ${plan.sum.protocol}`);
+  if (plan.sum.protocol === "two-servers" && !(plan.sum.least >= 2)) {
+    throw new Error(`sum.least must be at least 2: a sum of one report hides nothing (got ${plan.sum.least})`);
+  }
   const often = plan.limits.reports_per_day;
   if (!(Number.isInteger(often) && often >= 1 && often <= MOST_REPORTS)) {
     throw new Error(`limits.reports_per_day must be from 1 to ${MOST_REPORTS}, which is how many a device remembers (got ${often})`);
