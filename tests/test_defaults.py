@@ -310,7 +310,7 @@ def test_reconstruction_is_compiled_once_for_lengths_alike(trained):
         return {"item": np.arange(n, dtype=np.int32), "rating": np.ones(n, np.float32)}
 
     fr.reconstruct(algorithm, params, person(5))
-    before = personalize._compile(algorithm).run._cache_size()
+    before = personalize._compile(algorithm)[1]._cache_size()
     for n in (6, 7, 8):
         fr.reconstruct(algorithm, params, person(n))
-    assert personalize._compile(algorithm).run._cache_size() == before
+    assert personalize._compile(algorithm)[1]._cache_size() == before
