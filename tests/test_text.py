@@ -1,5 +1,7 @@
 import gzip
+import itertools
 import json
+import os
 import random
 import re
 import resource
@@ -421,9 +423,9 @@ def test_memory_does_not_grow_with_the_text_that_is_prepared(tmp_path):
 def few_files(more):
     """Let the process open only a few more files than it has open."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open("/dev/null") as file:
-        number = file.fileno()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number + more, limits[1]))
+    used = {int(name) for name in os.listdir("/dev/fd")}
+    free = (number for number in itertools.count() if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, more, None)), limits[1]))
     try:
         yield
     finally:
