@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SCRIPTS = ROOT / "src-device" / "fedrecon_device" / "web"
 RUNTIME = ROOT / "tests" / "web" / "node_modules" / "onnxruntime-web" / "dist"  # `make devices-demo` installs it
+# Gentle rates, chosen by looking at the error printed in the end: it shows that rounds work, not how much they help.
 TRAINING = "--preset paper --model.dim 8 --model.biases --model.init-mean 3.5 --reconstruct.solver least-squares "
 TRAINING += "--reconstruct.ridge 2 --update.learning-rate 0.1 --server.learning-rate 10 --evaluate-every 0"
 LONGEST = 900  # seconds, whatever happens
