@@ -22,6 +22,7 @@ from fedrecon._src.recommend.rating_model import FOUND, Items, prepare_ratings, 
 from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update
 from fedrecon._src.recommend.task import Ready, Users
 from fedrecon._src.recommend.tasks import build_algorithm
+from studies.leakage import leakage
 from studies.ratings import MAX_EXAMPLES, RatingsData, load
 from studies.study import Block, Figure, Job, Kind, Result, Results, Section, Study, Table, as_float
 from studies.training import train
@@ -116,10 +117,8 @@ def attack(algorithm: fr.Algorithm, params: Any, clients: fr.Clients, noise: flo
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
         return None
     multiplier = 1.0 if noise is None else noise
-    leakage = fr.privacy.leakage(
-        algorithm, params, clients, groups=(GROUP,), noise_multiplier=multiplier, most=ATTACKED
-    )
-    exposure = leakage.exposures[0 if noise is None else -2]
+    measured = leakage(algorithm, params, clients, groups=(GROUP,), noise_multiplier=multiplier, most=ATTACKED)
+    exposure = measured.exposures[0 if noise is None else -2]
     return {name: None if value != value else value for name, value in exposure._asdict().items()}
 
 

@@ -1,11 +1,13 @@
 """The audit: silent where a mechanism keeps its promise, loud where it does not."""
 
+import json
+
 import numpy as np
 import pytest
+from studies import audit as auditing
+from studies.audit import audit_run
 
-from fedrecon._src.privacy import audit as auditing
 from fedrecon._src.privacy.accounting import Release, epsilon_of
-from fedrecon._src.privacy.audit import audit_run
 
 CANARIES, LENGTH, ROUNDS, NOISE, CLIP, DELTA = 1200, 6000, 4, 2.0, 5.0, 1e-5
 
@@ -60,7 +62,7 @@ def test_every_sabotage_is_found(sabotage):
     assert "the promise is broken" in found.summary()
 
 
-# ---- the audit of whole mechanisms, as `fedrecon privacy audit` runs it ----
+# ---- the audit of whole mechanisms, as `python -m studies.audit` runs it ----
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -132,3 +134,34 @@ def test_audits_that_cannot_be_are_refused(change, sentence):
     values = {"inside": np.zeros(20), "outside": np.zeros(20), "claimed": 1.0, "delta": 1e-5} | change
     with pytest.raises(ValueError, match=sentence):
         auditing.audit(**values)
+
+
+@pytest.mark.slow
+def test_the_command_is_silent_on_a_sound_run_and_finds_a_sabotage(capsys):
+    assert auditing.main(["--json"]) == 0
+    sound = json.loads(capsys.readouterr().out)
+    assert 1 < sound["measured"] < sound["claimed"]
+    assert auditing.main(["--sabotage", "no-clipping"]) == 1
+    assert "the promise is broken" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sabotage", ["half-noise", "twice"])
+def test_every_sabotage_of_a_run_is_found(sabotage, capsys):
+    assert auditing.main(["--sabotage", sabotage]) == 1
+    assert "the promise is broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("noise_multiplier", "1e-300"),
+        ("rounds", str(2**70)),
+        ("rounds", "0"),
+        ("canaries", str(2**70)),
+        ("seed", str(2**70)),
+    ],
+)
+def test_an_error_of_the_command_names_the_option(option, value, capsys):
+    assert auditing.main([f"--{option.replace('_', '-')}", value]) == 1
+    assert f"`{option}`" in capsys.readouterr().err

@@ -52,13 +52,6 @@ def test_a_plan_in_words(capsys):
         ([*PLAN, "--epsilon", "2", "--clients", "0"], 1, "`clients`"),
         ([*PLAN, "--epsilon", "2", "--rounds", str(2**70)], 1, "`rounds`"),
         ([*PLAN, "--noise-multiplier", "1", "--rounds", str(2**70)], 1, "`rounds`"),
-        (["privacy", "audit", "--noise-multiplier", "1e-300"], 2, "--noise-multiplier"),
-        (["privacy", "audit", "--rounds", str(2**70)], 2, "--rounds"),
-        (["privacy", "audit", "--rounds", "0"], 2, "--rounds"),
-        (["privacy", "audit", "--canaries", str(2**70)], 2, "--canaries"),
-        (["privacy", "audit", "--seed", str(2**70)], 2, "--seed"),
-        (["privacy", "leakage", "run", "--noise-multiplier", "nan"], 2, "--noise-multiplier"),
-        (["privacy", "leakage", "run", "--clip-norm", "0"], 2, "--clip-norm"),
         ([*PLAN[:-4], "--per-round", "6000", "--rounds", "2", "--epsilon", "1"], 1, "`per_round`"),
     ],
 )
@@ -72,7 +65,7 @@ def test_an_error_is_one_sentence(argv, code, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        (["privacy"], ["plan", "leakage", "audit"]),
+        (["privacy"], ["plan"]),
         (["privacy", "plot"], ["plot", "plan"]),
         (["privacy", "plan", "--clients", "10"], ["--per-round", "--rounds"]),
     ],
@@ -82,18 +75,6 @@ def test_a_part_or_option_that_is_missing_is_named(argv, names, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert all(name in err for name in names)
-
-
-def test_a_picture_replaces_pictures_alone_and_that_is_known_before_the_work(tmp_path, capsys):
-    (tmp_path / "thesis.tex").write_text("precious")
-    assert main(["privacy", "leakage", str(tmp_path / "nowhere"), "--picture", str(tmp_path / "thesis.tex")]) == 1
-    assert "thesis.tex already exists and is not a PNG picture" in capsys.readouterr().err
-    assert (tmp_path / "thesis.tex").read_text() == "precious"
-    assert main(["privacy", "leakage", str(tmp_path / "nowhere"), "--picture", str(tmp_path)]) == 1
-    assert "it must be a regular file" in capsys.readouterr().err
-    (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\nrest")
-    assert main(["privacy", "leakage", str(tmp_path / "nowhere"), "--picture", str(tmp_path / "old.png")]) == 1
-    assert "nowhere is not a folder" in capsys.readouterr().err
 
 
 NOISE = ["--privacy.noise-multiplier", "1", "--privacy.clip-norm", "1"]

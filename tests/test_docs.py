@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 import studies.__main__
+import studies.audit
+import studies.leakage
 
 import fedrecon as fr
 from fedrecon._src.app.cli import COMMANDS, main
@@ -161,13 +163,11 @@ def help_texts():
             if command == "train":
                 main([command, "--task", "text", "--help"])
                 main([command, "--task", "clicks", "--help"])
-            if command == "privacy":
-                for part in ("plan", "leakage", "audit"):
-                    main([command, part, "--help"])
         texts[command] = printed.getvalue()
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        studies.__main__.main(["--help"])
+    for study in (studies.__main__, studies.audit, studies.leakage):
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            study.main(["--help"])
     return texts | {"studies": printed.getvalue()}
 
 

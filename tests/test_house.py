@@ -18,7 +18,7 @@ PLACES = """
 _version core.checks core.pytrees core.factories core.formatting core.progress core.keys storage core client
 privacy server algorithms.algorithm algorithms.validation algorithms.rounds algorithms.saving kit algorithms
 simulation.multihost simulation.engine simulation.sampling privacy.ledger simulation models data recommend
-privacy.leakage privacy.audit deploy app device app.cli facade __main__
+deploy app device app.cli facade __main__
 """
 ORDER = PLACES.split()
 

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.app.cli import main
 from fedrecon._src.app.experiment import run_experiment, users_of_run
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.progress import silent
@@ -154,30 +153,6 @@ def test_secure_sums_in_a_run(privacy, tmp_path):
 def test_settings_that_make_no_sense_together_are_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         settings(**changes)
-
-
-def test_the_audit_is_silent_on_a_sound_run_and_finds_a_sabotage(capsys):
-    assert main(["privacy", "audit", "--json"]) == 0
-    sound = json.loads(capsys.readouterr().out)
-    assert 1 < sound["measured"] < sound["claimed"]
-    assert main(["privacy", "audit", "--sabotage", "no-clipping"]) != 0
-    assert "the promise is broken" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("sabotage", ["half-noise", "twice"])
-def test_every_sabotage_of_a_run_is_found(sabotage, capsys):
-    assert main(["privacy", "audit", "--sabotage", sabotage]) != 0
-    assert "the promise is broken" in capsys.readouterr().out
-
-
-def test_leakage_of_a_run(tmp_path, capsys):
-    run_experiment(settings(rounds=2), fr.RunFolder(tmp_path / "run"))
-    picture = str(tmp_path / "leak.png")
-    assert main(["privacy", "leakage", str(tmp_path / "run"), "--people", "10", "--json", "--picture", picture]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kinds"][0]["rows"] == 1.0
-    assert found["kinds"][0]["first"] == 1.0
-    assert (tmp_path / "leak.png").exists()
 
 
 # ---- the default recipe ----

@@ -1,12 +1,8 @@
-"""Privacy against the server: accounting, noise, secure sums, attacks and audits."""
+"""Privacy against the server: accounting, noise, secure sums."""
 
 from fedrecon._src.privacy.accounting import Release as Release
 from fedrecon._src.privacy.accounting import epsilon_of as epsilon_of
 from fedrecon._src.privacy.accounting import noise_for as noise_for
-from fedrecon._src.privacy.audit import audit_run as audit_run
-from fedrecon._src.privacy.leakage import Exposure as Exposure
-from fedrecon._src.privacy.leakage import Leakage as Leakage
-from fedrecon._src.privacy.leakage import leakage as leakage
 from fedrecon._src.privacy.ledger import Ledger as Ledger
 from fedrecon._src.privacy.noise import coefficients as coefficients
 from fedrecon._src.privacy.noise import correlate as correlate

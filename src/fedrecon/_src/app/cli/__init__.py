@@ -23,7 +23,7 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "bundle": "write a folder that reconstructs and predicts without Python or JAX, or check one",
     "page": "serve a web page to try a model in the browser",
     "demo": "train on MovieLens small, compare with baselines and recommend, in about a minute",
-    "privacy": "plan the noise for a privacy budget, attack uploads, audit noise",
+    "privacy": "plan the noise for a privacy budget",
     "plan": "write a plan for training over several nodes that keep their data",
     "keys": "make keys and certificates for a server and its nodes",
     "serve": "run a plan: coordinate training over nodes, or devices, that keep their data",

@@ -1,4 +1,4 @@
-"""`fedrecon privacy`: plan, leakage, audit."""
+"""`fedrecon privacy plan`: the noise that a privacy budget needs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from annotated_types import Ge, Le
+from annotated_types import Ge
 
-from fedrecon._src.app.cli import FAILED, options, show
+from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Rule
-from fedrecon._src.recommend.settings import Positive, Seed
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +24,7 @@ class PlanNoise:
     Example: fedrecon privacy plan --clients 1000000 --per-round 1000 --rounds 500 --epsilon 4
 
     Attributes:
+      part: what to do.
       clients: how many clients there are.
       per_round: how many take part in a round, on average; each is drawn independently, with the same probability.
       rounds: how many rounds are planned.
@@ -38,6 +35,7 @@ class PlanNoise:
       json: print one JSON object.
     """
 
+    part: Annotated[Literal["plan"], tyro.conf.Positional]
     clients: int
     per_round: int
     rounds: int
@@ -53,131 +51,17 @@ class PlanNoise:
         yield Rule(not single, "epsilon", "must be given, or `noise_multiplier`, but not both")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasureLeakage:
-    """Attack the uploads of a run's clients as a curious server would, and report what leaks.
-
-    Example: fedrecon privacy leakage runs/first --picture leakage.png
-
-    Attributes:
-      run: the folder of the run.
-      people: how many test clients to attack (or validation clients, if there are no test clients).
-      noise_multiplier: the noise in the last row, in units of the clipping norm.
-      clip_norm: the clipping norm in that row; by default the median norm of the uploads.
-      picture: also plot the result to this PNG file.
-      json: print one JSON object.
-    """
-
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    people: Annotated[int, Ge(2)] = 100
-    noise_multiplier: Annotated[float, Ge(0), Le(1e6)] = 1.0
-    clip_norm: Positive | None = None
-    picture: Path | None = None
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+parse = partial(options.parse, PlanNoise, "privacy")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditNoise:
-    """Audit the noise: train a small recommender with canaries among its clients, and try to detect them.
-
-    Prints the claimed epsilon, the measured lower bound, and the confidence of the bound.
-    Example: fedrecon privacy audit --noise-multiplier 1 --rounds 8
-
-    Attributes:
-      noise_multiplier: noise in the sum of updates, in units of the clipping norm.
-      rounds: rounds of training; canaries take part in all of them.
-      canaries: how many.
-      delta: of the promise.
-      noise_by: whose noise is audited: the server's, the clients' own in integers of a secure sum, or round zero's.
-      sabotage: break something on purpose, to check that the audit detects it.
-      seed: of everything random.
-      json: print one JSON object.
-    """
-
-    noise_multiplier: Annotated[float, Ge(0.05), Le(1e6)] = 2.0
-    rounds: Annotated[int, Ge(1), Le(10**6)] = 4
-    canaries: Annotated[int, Ge(20), Le(10**5)] = 1000
-    delta: float = 1e-5
-    noise_by: Literal["server", "clients", "round-zero"] = "server"
-    sabotage: Literal["none", "half-noise", "no-clipping", "twice"] = "none"
-    seed: Seed = 0
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-
-Part = (
-    Annotated[PlanNoise, tyro.conf.subcommand("plan")]
-    | Annotated[MeasureLeakage, tyro.conf.subcommand("leakage")]
-    | Annotated[AuditNoise, tyro.conf.subcommand("audit")]
-)
-
-
-parse = partial(options.parse, Part, "privacy")
-
-
-def run(args: PlanNoise | MeasureLeakage | AuditNoise) -> int:
+def run(args: PlanNoise) -> int:
     """Compute and print."""
-    if isinstance(args, MeasureLeakage):
-        return _leakage(args)
-    if isinstance(args, AuditNoise):
-        return _audit(args)
     plan = _plan(args)
     if args.json:
         print(json.dumps(plan))
     else:
         _print(plan)
     return 0
-
-
-def _leakage(args: MeasureLeakage) -> int:
-    from fedrecon._src.app.experiment import users_of_run
-    from fedrecon._src.core.progress import bars
-    from fedrecon._src.privacy.leakage import leakage
-    from fedrecon._src.recommend.saved_models import open_model
-    from fedrecon._src.recommend.tasks import build_algorithm
-    from fedrecon._src.simulation.multihost import start_jax_devices
-    from fedrecon._src.storage.atomic import without_nan
-    from fedrecon._src.storage.ownership import check_overwritable
-
-    if args.picture is not None:  # before all the work
-        check_overwritable(args.picture, PNG, "a PNG picture")
-    start_jax_devices(None)
-    model = open_model(args.run)
-    config, users = users_of_run(args.run, bars)
-    people = users.test if len(users.test) else users.valid
-    measured = leakage(
-        build_algorithm(config, model.algorithm.model),
-        model.params,
-        people,
-        most=args.people,
-        clip=args.clip_norm,
-        noise_multiplier=args.noise_multiplier,
-    )
-    if args.picture is not None:
-        measured.plot(args.picture)
-    if args.json:
-        kinds = [exposure._asdict() for exposure in measured.exposures]
-        print(json.dumps(without_nan({"people": measured.people, "strangers": measured.strangers, "kinds": kinds})))
-        return 0
-    columns, rows = measured.table()
-    show.table(f"What attacks find out about {measured.people} {model.task.people} of {args.run}", columns, rows)
-    print(measured.summary())
-    return 0
-
-
-def _audit(args: AuditNoise) -> int:
-    from fedrecon._src.privacy.audit import audit_run
-
-    audit = audit_run(
-        noise_multiplier=args.noise_multiplier,
-        rounds=args.rounds,
-        canaries=args.canaries,
-        delta=args.delta,
-        seed=args.seed,
-        sabotage=args.sabotage,
-        noise_by=args.noise_by,
-    )
-    print(json.dumps({**audit._asdict(), "broken": audit.broken}) if args.json else audit.summary())
-    return FAILED if audit.broken else 0
 
 
 def _plan(args: PlanNoise) -> dict[str, Any]:

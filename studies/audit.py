@@ -1,5 +1,7 @@
 """Audit: what an attacker finds out about canaries, against what was promised.
 
+python -m studies.audit --noise-multiplier 1 --rounds 8
+
 A canary is a client whose upload is a random direction at the clipping norm (`Canaries`). A coin decides whether it
 takes part. The attacker looks for each canary's direction in everything that was released; if those inside can be told
 from those outside better than epsilon allows, the promise is broken. If the attacker fails, that proves nothing: the
@@ -8,8 +10,12 @@ result is a lower bound. Canaries take part among real clients and are clipped a
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from typing import Any, Literal, NamedTuple
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -232,12 +238,11 @@ def audit_run(
       sabotage: what to break on purpose: half the noise, no clipping, everybody twice. An audit must notice.
       noise_by: whose noise is audited: that of the `server`; that of the `clients`, in integers of a secure sum; or
         that of `round-zero`, whose questions canaries answer as clients do.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> fr.privacy.audit_run(rounds=1, canaries=60).broken  # doctest: +SKIP
-      False
     """
+    check_number("noise_multiplier", noise_multiplier, least=0.05, most=1e6)
+    check_number("rounds", rounds, least=1, most=10**6)
+    check_number("canaries", canaries, least=20, most=10**5)
+    check_number("seed", seed, most=2**32 - 1)
     if noise_by == "round-zero":
         return _audit_round_zero(noise_multiplier / math.sqrt(rounds), canaries, delta, seed, sabotage)
     clients = synthetic_ratings(num_users=REAL, num_items=200, mean_ratings=20, seed=seed)
@@ -350,3 +355,41 @@ def _extremes(rng: np.random.Generator, canaries: int) -> np.ndarray:
     """Return ratings of 1 and 5, half of each for every canary, in random order: the longest possible answers."""
     half = np.tile(np.repeat([1.0, 5.0], RATED // 2), (canaries, 1))
     return rng.permuted(half, axis=1).reshape(-1)
+
+
+# ---- the command ----
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train a small recommender with canaries among its clients, and try to detect them. Fails if it can."""
+    parser = argparse.ArgumentParser("python -m studies.audit", description=main.__doc__)
+    parser.add_argument(
+        "--noise-multiplier", type=float, default=2.0, help="noise in the sum of updates, in units of the clipping norm"
+    )
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of training; canaries take part in all of them")
+    parser.add_argument("--canaries", type=int, default=1000, help="how many")
+    parser.add_argument("--delta", type=float, default=1e-5, help="of the promise")
+    parser.add_argument(
+        "--noise-by",
+        choices=get_args(By),
+        default="server",
+        help="whose noise: the server's, the clients' own in integers of a secure sum, or round zero's",
+    )
+    parser.add_argument(
+        "--sabotage", choices=get_args(Sabotage), default="none", help="break something, to check that it is detected"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of everything random")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = vars(parser.parse_args(argv))
+    as_json = options.pop("json")
+    try:
+        result = audit_run(**options)
+    except ValueError as error:
+        print(f"studies.audit: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({**result._asdict(), "broken": result.broken}) if as_json else result.summary())
+    return int(result.broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

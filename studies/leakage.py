@@ -1,10 +1,18 @@
-"""What a server could learn about people from what they upload: attacks, a table, a picture, plain words."""
+"""What a server could learn about people from what they upload: attacks, a table, a picture, plain words.
+
+python -m studies.leakage runs/first --picture leakage.png
+
+In Python: `leakage(algorithm, params, clients)`, with any model.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +24,22 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage, with_params
 from fedrecon._src.algorithms.rounds import client_update
 from fedrecon._src.algorithms.validation import decide_lookups, features_of
+from fedrecon._src.app.experiment import users_of_run
 from fedrecon._src.client.lookups.lookup_tables import lookup_groups
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Cohort, Examples, Packer
 from fedrecon._src.core.formatting import lay_out
 from fedrecon._src.core.keys import as_number, client_keys, round_key, words_of
+from fedrecon._src.core.progress import bars
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import RowChanges
+from fedrecon._src.recommend.saved_models import open_model
+from fedrecon._src.recommend.tasks import build_algorithm
+from fedrecon._src.simulation.multihost import start_jax_devices
+from fedrecon._src.storage.atomic import without_nan
+from fedrecon._src.storage.ownership import check_overwritable
 
 
 class Victims(NamedTuple):
@@ -263,6 +279,7 @@ class RatingAttack:
 
 
 GROUPS = (2, 5, 10, 50)
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Exposure(NamedTuple):
@@ -277,11 +294,6 @@ class Exposure(NamedTuple):
       rank: the person's rank, by how well it fits, among known people who did not take part, the same number of them
         (`Leakage.strangers`) for every kind; 1 is first.
       first: share of people who fit better than all of these.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> fr.privacy.Exposure("sum of 10", rows=0.26, local=0.46, ratings=0.58, rank=1.0, first=0.99).kind
-      'sum of 10'
     """
 
     kind: str
@@ -302,12 +314,6 @@ class Leakage:
       strangers: how many people who did not take part each was compared with.
       clip: the norm that uploads were clipped to where noise was added.
       noise_multiplier: of that noise.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> guess = fr.privacy.Exposure("guessing", 0.25, 0.24, 0.93, 26.0, 0.02)
-      >>> fr.privacy.Leakage((guess,), people=100, strangers=50, clip=1.0, noise_multiplier=1.0)["guessing"].rank
-      26.0
     """
 
     exposures: tuple[Exposure, ...]
@@ -409,11 +415,9 @@ def leakage(
 
     Returns:
       A `Leakage`.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> print(fr.privacy.leakage(algorithm, params, clients, groups=(10,)))  # doctest: +SKIP
     """
+    check_number("noise_multiplier", noise_multiplier, most=1e6)
+    check_number("clip", clip, above=True)
     if len(clients) < 2 or most < 2:
         raise ValueError(f"`clients` and `most` must be at least 2 (got {len(clients)} clients, most={most})")
     algorithm = decide_lookups(algorithm, clients)
@@ -533,3 +537,57 @@ def _number(value: float, digits: int = 3) -> str:
     if np.isnan(value):
         return "-"
     return f"{value:.1e}" if 0 < abs(value) < 10.0**-digits else f"{value:.{digits}f}"
+
+
+# ---- the command ----
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Attack the uploads of a run's clients as a curious server would, and report what leaks."""
+    parser = argparse.ArgumentParser("python -m studies.leakage", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument(
+        "--people",
+        type=int,
+        default=100,
+        help="how many test clients to attack; validation clients, if there are none",
+    )
+    parser.add_argument(
+        "--noise-multiplier", type=float, default=1.0, help="noise in the last row, in units of the clipping norm"
+    )
+    parser.add_argument(
+        "--clip-norm", type=float, help="clipping norm in that row; by default the median of the uploads"
+    )
+    parser.add_argument("--picture", type=Path, help="also plot the result to this PNG file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    try:
+        if args.picture is not None:  # before all the work
+            check_overwritable(args.picture, PNG, "a PNG picture")
+        start_jax_devices(None)
+        model = open_model(args.run)
+        config, users = users_of_run(args.run, bars)
+        measured = leakage(
+            build_algorithm(config, model.algorithm.model),
+            model.params,
+            users.test if len(users.test) else users.valid,
+            most=args.people,
+            clip=args.clip_norm,
+            noise_multiplier=args.noise_multiplier,
+        )
+        if args.picture is not None:
+            measured.plot(args.picture)
+    except (ValueError, OSError) as error:
+        print(f"studies.leakage: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        kinds = [exposure._asdict() for exposure in measured.exposures]
+        print(json.dumps(without_nan({"people": measured.people, "strangers": measured.strangers, "kinds": kinds})))
+    else:
+        print(f"What attacks find out about {measured.people} {model.task.people} of {args.run}")
+        print(measured, measured.summary(), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
