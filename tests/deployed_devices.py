@@ -97,10 +97,11 @@ def simulate(bundle, start, people):
     examples = json.loads((bundle / "plan.json").read_text())["examples"]
     lengths, algorithm = fr.kit.Lengths(examples["support"], examples["query"]), start.algorithm
     state = with_params(algorithm.init(fr.kit.run_keys(SEED).init), start.params)
-    columns = {name: np.concatenate([person[name] for person in people.values()]) for name in ("item", "rating")}
-    owners = np.repeat(list(people), [len(person["item"]) for person in people.values()])
+    first = next(iter(people.values()))
+    columns = {name: np.concatenate([person[name] for person in people.values()]) for name in first}
+    owners = np.repeat(list(people), [len(person[next(iter(first))]) for person in people.values()])
     clients = fr.Clients.from_columns(columns, client=owners)
-    for number in range(ROUNDS):
+    for number in range(read_served_plan(bundle).rounds):
         key = fr.kit.round_key(SEED, number)
         total = fr.kit.client_total(algorithm, algorithm.message(state), clients, key, lengths=lengths).total
         state = fr.kit.server_update(algorithm, state, [total], key)
@@ -113,14 +114,20 @@ def assert_equal(params, expected):
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
 
 
+def record_of(name):
+    """Return what a device of a given name keeps before its first round."""
+    return {"name": name, "reports": [], "plan": None, "state": {}}
+
+
 def run_node(bundle, server, people, folder, authority=None):
     """Run devices in a process of node until the coordinator refuses or ends them; returns the process."""
     devices = []
     for name, columns in people.items():
         store = folder / f"{name}.json"
-        store.write_text(json.dumps({"name": name, "reports": [], "plan": None, "state": {}}))
+        store.write_text(json.dumps(record_of(name)))
         lists = {feature: column.tolist() for feature, column in columns.items()}
-        device = {"store": str(store), "token": issue_token(SECRET, name), "columns": lists, "rounds": ROUNDS}
+        token, rounds = issue_token(SECRET, name), read_served_plan(bundle).rounds
+        device = {"store": str(store), "token": token, "columns": lists, "rounds": rounds}
         devices.append(device)
     settings = {"bundle": str(bundle), "scripts": str(SCRIPTS), "runtime": str(RUNTIME), "server": server}
     environment = os.environ | ({"NODE_EXTRA_CA_CERTS": str(authority)} if authority else {})

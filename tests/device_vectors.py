@@ -26,6 +26,8 @@ from fedrecon._src.device.update_graph import describe_rows, describe_split
 from fedrecon._src.privacy.secure_sum.primitives import public_of
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon.data import Vocabulary, personal_text, split_text
+from fedrecon_device import BundleError
+from fedrecon_device.plan import read_plan
 from fedrecon_device.ranking import clipped, nearest, rank
 from fedrecon_device.sealing import Purpose, Secrets, expand, make_report
 from fedrecon_device.words import PersonalWords
@@ -253,6 +255,76 @@ def packed_examples():
     return cases
 
 
+def whole_plan(part):
+    """Complete a plan that says how examples are packed."""
+    return {
+        "format": "fedrecon-device-plan",
+        "version": 1,
+        "graph": "0" * 64,
+        "rounds": 3,
+        **part,
+        "state": {},
+        "vector": {"length": 4, "dtype": "uint32", "layout": [{"at": 0, "values": "delta/w"}]},
+        "sum": {"protocol": "two-servers", "bits": 20, "helper": "ab" * 32, "least": 3},
+        "noise": None,
+        "limits": {"reports_per_day": 1, "min_examples": 1},
+    }
+
+
+def places_in(value, path=()):
+    """Yield the paths of all values in JSON."""
+    if path:
+        yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places_in(value[key], (*path, key))
+
+
+def changed(plan, path, *values):
+    """Return a plan with another value at a path; without values, with nothing there."""
+    plan = json.loads(json.dumps(plan))
+    *parents, last = path
+    parent = plan
+    for key in parents:
+        parent = parent[key]
+    if values:
+        parent[last] = values[0]
+    else:
+        del parent[last]
+    return plan
+
+
+def is_read(plan):
+    """Return whether a device agrees to read a plan."""
+    try:
+        read_plan(json.dumps(plan).encode())
+    except BundleError:
+        return False
+    return True
+
+
+DAMAGE = [None, -1, 0, 1, 2, 7, 41, 1001, 2**40, 0.5, 1e30, "x", "item", "float32", "ef" * 32, [], [3], {}, True]
+
+
+def plans():
+    """Return plans, what to put at every place in them, and whether a device then reads them: 1 or 0 for each."""
+    private, public = (whole_plan(case["plan"]) for case in (packed_examples()[k] for k in (0, 5)))
+    private["noise"] = {"variance": 2.5, "least": 2, "epsilon": 8.0, "delta": 1e-6}
+    public["sum"] = {"protocol": "open", "bits": 32, "helper": None, "least": 1}
+    public |= {"state": {"w": {"dtype": "float32", "shape": [2]}}, "state_key": [0, 7]}
+    public["vector"]["layout"].append({"at": 1, "values": "v", "ids": "i", "count": "n"})
+    cases = []
+    for plan in (private, public):
+        plan = json.loads(json.dumps(plan))
+        assert is_read(plan)
+        verdicts = []
+        for path in places_in(plan):
+            removed = [changed(plan, path)]
+            damaged = removed + [changed(plan, path, value) for value in DAMAGE]
+            verdicts.append([list(path), "".join(str(int(is_read(other))) for other in damaged)])
+        cases.append({"plan": plan, "verdicts": verdicts})
+    return {"values": DAMAGE, "cases": cases}
+
+
 def sealed():
     """Return reports for two servers, with everything that is random in them given."""
     helper, draw = X25519PrivateKey.from_private_bytes(bytes(range(32))), np.random.default_rng(4)
@@ -289,6 +361,7 @@ def vectors():
         "sealed": sealed(),
         "keys": keys_of(),
         "device_inputs": packed_examples(),
+        "plans": plans(),
     }
 
 

@@ -33,7 +33,7 @@ from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, read_sum
 from fedrecon._src.storage.atomic import StorageError
 from fedrecon._src.storage.manifest import read_manifest, write_manifest
 from fedrecon.deploy import issue_token
-from fedrecon_device.sealing import make_report
+from fedrecon_device.sealing import add_noise, make_report
 from fedrecon_device.tensors import read_metadata
 
 with warnings.catch_warnings():
@@ -519,46 +519,68 @@ def noised_algorithm(least):
     return algorithm_of(noise_multiplier=2.0, per_round=10, least=least, simulated_noise=False)
 
 
+def write_noised_plan(folder, algorithm, **changes):
+    share = algorithm.aggregator.share(total_shapes(algorithm).parts)
+    noise = {"variance": share.variance, "least": share.least, "epsilon": 1.0, "delta": 1e-6} | changes
+    return write_plan(folder, algorithm, noise=noise, aggregator=recipe_of(algorithm.aggregator))
+
+
 def test_fewer_honest_devices_have_less_noise_than_was_promised():
     share = noised_algorithm(10).aggregator.share(total_shapes(ALGORITHM).parts)
     delta = 1e-6
     table = device_rounds.describe_noise(share, 5, 10, delta)
-    assert [lie for lie, _ in table] == [0, 0.1, 0.25, 0.5]
-    assert table[0][1] == pytest.approx(fr.privacy.epsilon_of([share.release(1.0, 5)], delta))  # as promised
+    assert list(table) == ["0", "0.1", "0.25", "0.5"]
+    assert table["0"] == pytest.approx(fr.privacy.epsilon_of([share.release(1.0, 5)], delta))  # as promised
     # With half of the noise's variance, noise 2 is noise 2 / sqrt(2).
     half = share._replace(noise_multiplier=2.0 / math.sqrt(2)).release(1.0, 5)
-    assert table[-1][1] == pytest.approx(fr.privacy.epsilon_of([half], delta))
-    assert [epsilon for _, epsilon in table] == sorted(epsilon for _, epsilon in table)
+    assert table["0.5"] == pytest.approx(fr.privacy.epsilon_of([half], delta))
+    assert list(table.values()) == sorted(table.values())
     more = device_rounds.describe_noise(share, 5, 20, delta)  # twice as many as were needed: half of them may lie
-    assert more[-1][1] == pytest.approx(table[0][1])
+    assert more["0.5"] == pytest.approx(table["0"])
 
 
-def test_sums_that_would_have_too_little_noise_are_refused_before_training(tmp_path):
-    algorithm = noised_algorithm(LEAST + 1)
-    plan = write_plan(tmp_path / "bundle", algorithm)
-    with (
-        connect(1) as nobody,
-        pytest.raises(StorageError, match="`least` of the plan is 3; the noise is promised for 4"),
-    ):
-        serve_devices(
-            DeviceApi(plan, SECRET), start_of(algorithm), fr.RunFolder(tmp_path / "run"), nobody, DevicePace()
-        )
+@pytest.mark.parametrize(
+    ("least", "noise", "reports", "message"),
+    [
+        (LEAST + 1, {}, None, "`least` of the plan is 3; the noise is promised for 4"),
+        (LEAST, {"variance": 1.0}, None, "is not that of the algorithm"),
+        (LEAST, {}, 6, r"--per-round must be 10, by which the plan divides .* \(got 6\)"),
+    ],
+)
+def test_sums_with_other_noise_than_promised_are_refused_before_training(tmp_path, least, noise, reports, message):
+    algorithm = noised_algorithm(least)
+    plan, folder = write_noised_plan(tmp_path / "bundle", algorithm, **noise), fr.RunFolder(tmp_path / "run")
+    with connect(1) as nobody, pytest.raises(ValueError, match=message):
+        serve_devices(DeviceApi(plan, SECRET), start_of(algorithm), folder, nobody, DevicePace(reports))
 
 
 def test_what_the_noise_promises_is_said_and_saved(tmp_path):
     algorithm, remarks = noised_algorithm(LEAST), []
-    plan = write_plan(tmp_path / "bundle", algorithm)
-    pace = DevicePace(reports=6, patience=0.1)
+    plan, pace = write_noised_plan(tmp_path / "bundle", algorithm), DevicePace(patience=0.1)
+    folder = fr.RunFolder(tmp_path / "run")
     with connect(1) as nobody, pytest.raises(NotEnoughNodes):
-        serve_devices(
-            DeviceApi(plan, SECRET),
-            start_of(algorithm),
-            fr.RunFolder(tmp_path / "run"),
-            nobody,
-            pace,
-            say=remarks.append,
-        )
-    saved = fr.RunFolder(tmp_path / "run").description()["noise"]
+        serve_devices(DeviceApi(plan, SECRET), start_of(algorithm), folder, nobody, pace, say=remarks.append)
+    saved = folder.description()["noise"]
     assert (saved["least"], saved["delta"]) == (LEAST, 1e-6)
-    assert saved["liars"]["0.5"] == pytest.approx(saved["epsilon"])
-    assert any("if 3 are honest" in remark for remark in remarks)
+    assert saved["liars"]["3"]["0"] == pytest.approx(saved["epsilon"])  # as few as a sum may have
+    assert saved["liars"]["10"]["0.5"] < saved["epsilon"] < saved["liars"]["3"]["0.1"]  # of ten, five are enough
+    assert any("at least 3 reports of every sum are honest" in remark for remark in remarks)
+    assert f"epsilon if a share of 3 reports adds no noise: {saved['epsilon']:.3g} (0%)" in "\n".join(remarks)
+
+
+def test_the_noise_in_a_sum_has_the_promised_variance_and_is_counted(tmp_path):
+    """Devices add their shares to zeros, so that the step of the server is the noise alone."""
+    algorithm = noised_algorithm(LEAST)
+    share = algorithm.aggregator.share(total_shapes(algorithm).parts)
+    plan, length = write_noised_plan(tmp_path / "bundle", algorithm), share.length
+    sums = []
+    for _ in range(400):
+        reports = [add_noise(np.zeros(length, np.uint32), plan.noise["variance"]) for _ in range(LEAST)]
+        total = np.sum(reports, 0, dtype=np.uint32)
+        sums.append(total.astype(np.int32) * share.grid.step)
+    # In units of the clipping norm (1), plus what rounding may add to a report.
+    expected = 2.0 * share.steps * share.grid.step
+    noise = np.concatenate(sums)
+    assert np.std(noise) == pytest.approx(expected, rel=6 / math.sqrt(2 * noise.size))
+    assert abs(np.mean(noise)) < 6 * expected / math.sqrt(noise.size)
+    assert 2.0 <= expected < 2.01

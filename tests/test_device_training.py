@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from device_vectors import keys_of, packed_examples
+from device_vectors import DAMAGE, changed, keys_of, packed_examples, places_in, whole_plan
 from fedrecon._src.algorithms.algorithm import with_params
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.keys import words_of
@@ -229,48 +229,34 @@ def test_node_computes_the_training_vectors(bundles, name):
     assert result["different"] <= 1 or name == "paper"
 
 
-def whole_plan(part):
-    """Complete the plan of shared vectors."""
-    return {
-        "format": "fedrecon-device-plan",
-        "version": 1,
-        "graph": "0" * 64,
-        "rounds": 3,
-        **part,
-        "state": {},
-        "vector": {"length": 4, "dtype": "uint32", "layout": [{"at": 0, "values": "delta/w"}]},
-        "sum": {"protocol": "two-servers", "bits": 20, "helper": HELPER, "least": 3},
-        "limits": {"reports_per_day": 1, "min_examples": 1},
-    }
-
-
-def places_in(value, path=()):
-    yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from places_in(value[key], (*path, key))
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_damaged_plan_is_refused_or_harmless(data):
     case = CASES[data.draw(st.integers(0, len(CASES) - 1))]
-    plan = json.loads(json.dumps(whole_plan(case["plan"])))
-    *path, last = data.draw(st.sampled_from([path for path in places_in(plan) if path]))
-    holder = plan
-    for key in path:
-        holder = holder[key]
-    holder[last] = data.draw(st.sampled_from([None, -1, 0, 1, 7, 41, 2**40, 1.5, "x", "item", [], [3], {}, True]))
+    plan = whole_plan(case["plan"])
+    path = data.draw(st.sampled_from(list(places_in(plan))))
+    plan = changed(plan, path, data.draw(st.sampled_from(DAMAGE)))
     with contextlib.suppress(BundleError):
         pack_examples(read_plan(json.dumps(plan).encode()), case["columns"], tuple(case["round"]), case["name"])
 
 
-def test_a_device_agrees_to_no_sum_of_one_report():
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        (("sum", "least"), 1, "sum.least"),
+        (("limits", "reports_per_day"), 1001, "limits.reports_per_day"),
+        (("noise",), {"variance": 0, "least": 2, "epsilon": 8, "delta": 1e-6}, "noise.variance"),
+        (("noise",), {"variance": 1, "least": 4, "epsilon": 8, "delta": 1e-6}, "noise.least"),
+        (("noise",), {"variance": 1, "least": 2, "delta": 1e-6}, "noise.epsilon"),
+        (("noise",), False, "noise"),
+    ],
+)
+def test_a_device_does_not_agree_to(path, value, field):
     plan = whole_plan(CASES[0]["plan"])
-    plan["sum"]["least"] = 1
-    with pytest.raises(BundleError, match=r"sum\.least"):
-        read_plan(json.dumps(plan).encode())
-    plan["sum"] = {"protocol": "open", "bits": 32, "helper": None, "least": 1}
-    assert read_plan(json.dumps(plan).encode())["sum"]["least"] == 1
+    with pytest.raises(BundleError, match=f"`{field}`"):
+        read_plan(json.dumps(changed(plan, path, value)).encode())
+    plan = changed(plan, ("sum",), {"protocol": "open", "bits": 32, "helper": None, "least": 1})
+    assert read_plan(json.dumps(plan).encode())["sum"]["least"] == 1  # nothing is hidden, and that is said
 
 
 def test_plans_as_they_are_written_are_read():
@@ -300,6 +286,53 @@ def test_saved_models_train_on_what_people_have(tmp_path, name):
     folder = bundle_model(saved, tmp_path / "b", most=MOST, train=DeviceTraining(fr.device.DevicePlan(helper=HELPER)))
     assert check(folder).vectors == 12
     assert set(Trainer(Bundle(folder)).plan["examples"]["columns"]) == {"item", "rating"}
+
+
+@pytest.mark.slow
+def test_the_command_bundles_a_saved_model_for_training_with_noise(tmp_path):
+    from device_models import default_model
+    from fedrecon.__main__ import main
+    from fedrecon._src.core.factories import follow
+    from fedrecon._src.recommend.saved_models import open_model
+
+    default_model().save(tmp_path / "model")
+    options = ["--examples", "12", "--train", "--devices.rounds", "7", "--devices.helper", HELPER]
+    options += [
+        "--devices.least",
+        "20",
+        "--devices.per-round",
+        "40",
+        "--privacy.epsilon",
+        "8",
+        "--privacy.delta",
+        "1e-5",
+    ]
+    assert main(["bundle", str(tmp_path / "model"), "--out", str(tmp_path / "b"), *options]) == 0
+    plan = read_plan((tmp_path / "b" / "plan.json").read_bytes())
+    again = open_model(tmp_path / "model").trainable(plan["rounds"], follow(plan["aggregator"]))
+    assert plan["algorithm"] == fr.kit.digest(again)
+    assert plan["aggregator"]["settings"]["per_round"] == 40
+    assert 7.9 < plan["noise"]["epsilon"] <= 8
+    assert (plan["noise"]["least"], plan["noise"]["delta"]) == (20, 1e-5)
+    share = again.aggregator.share(total_shapes(again).parts)
+    assert plan["noise"]["variance"] == share.variance
+    assert plan["vector"]["length"] == share.length  # nothing else is sent: no weight, no metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices.rounds", "7"], "--devices: needs --train"),
+        (["--train", "--privacy.epsilon", "8"], "--devices.helper: is missing"),
+        (["--train", "--devices.per-round", "20"], "--privacy.epsilon: is missing"),
+        (["--train", "--devices.helper", "x", "--privacy.epsilon", "8", "--devices.per-round", "5"], "must be from"),
+    ],
+)
+def test_options_of_noise_that_do_not_fit_are_refused(options, message, capsys):
+    from fedrecon.__main__ import main
+
+    assert main(["bundle", "run", "--out", "b", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

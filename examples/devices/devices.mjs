@@ -29,9 +29,13 @@ const storeIn = (file) => ({
 
 const devices = await Promise.all(
   settings.devices.map(async ({ store, token, columns, rounds }) => {
-    const person = { item: Int32Array.from(columns.item), rating: Float32Array.from(columns.rating) };
+    const person = {};
     const options = { server: settings.server, token: async () => token, store: storeIn(store), columns: () => person, runtime: ort };
-    return { participant: await Participant.open(read, options), rounds };
+    const participant = await Participant.open(read, options);
+    for (const [feature, { dtype }] of Object.entries(participant.plan.examples.columns)) {
+      person[feature] = (dtype === "float32" ? Float32Array : Int32Array).from(columns[feature].flat(Infinity));
+    }
+    return { participant, rounds };
   }),
 );
 const shared = devices[0]?.participant.load(); // one graph for all of them

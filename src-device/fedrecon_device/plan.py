@@ -15,6 +15,8 @@ from fedrecon_device.manifest import MOST_NUMBERS, Checker
 PLAN, PLAN_FORMAT, PLAN_VERSION = "plan.json", "fedrecon-device-plan", 1
 SIDES = ("support", "query")
 PROTOCOLS, BITS = ("open", "two-servers"), (20, 24, 32)
+MOST_REPORTS = 1000  # a day: a browser remembers no more
+MOST_VARIANCE = 2.0**60  # of noise, in steps squared; a ring of 32 bits holds far less
 CHECK = Checker(PLAN)
 
 
@@ -29,7 +31,8 @@ def read_plan(data: bytes) -> dict[str, Any]:
     """
     plan = content_of(PLAN, data)
     CHECK.expect(isinstance(plan, dict) and plan.get("format") == PLAN_FORMAT, "format", PLAN_FORMAT)
-    CHECK.expect(plan.get("version") == PLAN_VERSION, "version", f"{PLAN_VERSION}; update this runtime")
+    version = plan.get("version")
+    CHECK.expect(type(version) is int and version == PLAN_VERSION, "version", f"{PLAN_VERSION}; update this runtime")
     CHECK.expect(isinstance(plan.get("graph"), str), "graph", "the digest of update.onnx")
     CHECK.whole(plan, "rounds")
     _check_examples(CHECK.object(plan, "examples"))
@@ -37,8 +40,12 @@ def read_plan(data: bytes) -> dict[str, Any]:
     _check_rows(CHECK.object(plan, "rows"), plan["examples"]["columns"])
     _check_vector(CHECK.object(plan, "vector"))
     _check_sum(CHECK.object(plan, "sum"))
+    CHECK.expect("noise" in plan, "noise", "null, or an object")
+    if plan["noise"] is not None:
+        _check_noise(CHECK.object(plan, "noise"), plan)
     limits = CHECK.object(plan, "limits")
-    CHECK.whole(limits, "reports_per_day")
+    often = CHECK.whole(limits, "reports_per_day")
+    CHECK.expect(1 <= often <= MOST_REPORTS, "limits.reports_per_day", f"1 to {MOST_REPORTS}")
     CHECK.whole(limits, "min_examples")
     if CHECK.object(plan, "state"):
         key = plan.get("state_key")
@@ -115,3 +122,14 @@ def _check_sum(total: Mapping[str, Any]) -> None:
     CHECK.expect(fine and re.fullmatch("[0-9a-f]*", helper or "") is not None, "sum.helper", "a key of 64 digits")
     fine = CHECK.whole(total, "least") >= 2 or total["protocol"] == "open"
     CHECK.expect(fine, "sum.least", "2 or more, since the sum of one report is the report")
+
+
+def _check_noise(noise: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    """Check the noise that a device adds, and what is promised if as many as `least` add it."""
+    for name, most in (("variance", MOST_VARIANCE), ("epsilon", math.inf), ("delta", 1.0)):
+        value: Any = noise.get(name)
+        fine = type(value) in (int, float) and 0 < value <= most
+        CHECK.expect(fine, f"noise.{name}", f"a number above 0{f', at most {most:g}' if most < math.inf else ''}")
+    fine = 1 <= CHECK.whole(noise, "least") <= plan["sum"]["least"]
+    CHECK.expect(fine, "noise.least", "1 or more, and no more than the reports of a sum")
+    CHECK.expect(plan["vector"]["dtype"] == "uint32", "vector.dtype", "uint32, since noise is added to integers")

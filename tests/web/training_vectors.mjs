@@ -4,7 +4,8 @@ import { join } from "node:path";
 import * as ort from "onnxruntime-web";
 
 import { openManifest } from "../../src-device/fedrecon_device/web/bundle.js";
-import { Trainer, readPlan } from "../../src-device/fedrecon_device/web/training.js";
+import { readPlan } from "../../src-device/fedrecon_device/web/plan.js";
+import { Trainer } from "../../src-device/fedrecon_device/web/training.js";
 
 ort.env.logLevel = "error";
 const read = async (/** @type {string} */ name) => {

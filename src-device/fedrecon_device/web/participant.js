@@ -2,12 +2,13 @@
 // @ts-check
 
 import { digestOf, openManifest, readMetadata, readTensors, toHex, underPrefix } from "./bundle.js";
+import { MOST_REPORTS, readPlan } from "./plan.js";
 import { addNoise, sealReport } from "./sealing.js";
-import { MOST_REPORTS, Trainer, readPlan } from "./training.js";
+import { Trainer } from "./training.js";
 
 /**
  * @typedef {import("./training.js").Columns} Columns
- * @typedef {import("./training.js").Plan} Plan
+ * @typedef {import("./plan.js").Plan} Plan
  * @typedef {Object} SentReport what left the device, for its owner to see
  * @property {number} time in seconds since 1970
  * @property {string} plan the digest of the plan that it was computed for

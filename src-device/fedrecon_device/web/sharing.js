@@ -2,15 +2,15 @@
 // @ts-check
 
 import { emptyRecord, sleep } from "./participant.js";
+import { readPlan } from "./plan.js";
 import * as store from "./store.js";
-import { readPlan } from "./training.js";
 import { at, element, say } from "./widgets.js";
 
 /**
  * @typedef {import("./background.js").FromWorker} FromWorker
  * @typedef {import("./participant.js").SentReport} SentReport
  * @typedef {import("./participant.js").Step} Step
- * @typedef {import("./training.js").Plan} Plan
+ * @typedef {import("./plan.js").Plan} Plan
  */
 
 const SHOWN = 20, AGAIN = 10, LONGEST = 3600; // reports; seconds after a first problem, and after many

@@ -11,53 +11,11 @@ import { loadGraphs } from "./onnx.js";
  * @typedef {import("./onnx.js").Input} Input
  * @typedef {Int32Array | Float32Array} Values
  * @typedef {Record<string, Values>} Columns all examples of a person, oldest first, one array for each feature
- * @typedef {{dtype: string, shape: number[]}} Type
- * @typedef {{support: number[], query: number[]}} Sides entry n is for a person with n examples
- * @typedef {Object} Split
- * @property {Sides} counts
- * @property {Sides} begins
- * @property {number[] | null} pattern
- * @property {string | null} by
- * @property {boolean} redrawn
- * @typedef {{features: string[], table: number, capacity: number, support: boolean}} Rows
- * @typedef {{at: number, values: string, ids?: string, count?: string}} Part
- * @typedef {Object} Plan
- * @property {string} format
- * @property {number} version
- * @property {number} rounds
- * @property {{support: number, query: number, most: number, columns: Record<string, Type>}} examples
- * @property {Split} split
- * @property {Record<string, Rows>} rows
- * @property {Record<string, Type>} state
- * @property {Key} state_key
- * @property {{length: number, dtype: string, layout: Part[]}} vector
- * @property {{protocol: "open" | "two-servers", bits: number, helper: string | null, least: number}} sum
- * @property {{variance: number} | null} noise
- * @property {{reports_per_day: number, min_examples: number}} limits
+ * @typedef {import("./plan.js").Part} Part
+ * @typedef {import("./plan.js").Plan} Plan
+ * @typedef {import("./plan.js").Rows} Rows
+ * @typedef {import("./plan.js").Split} Split
  */
-
-export const MOST_REPORTS = 1000; // that a device remembers at least; a day cannot have more
-
-/**
- * Read a device plan.
- * @param {string} text
- * @returns {Plan}
- */
-export function readPlan(text) {
-  const plan = JSON.parse(text);
-  if (plan.format !== "fedrecon-device-plan" || plan.version !== 1) {
-    throw new Error(`this page reads device plans of version 1, not ${plan.format} ${plan.version}`);
-  }
-  if (!["open", "two-servers"].includes(plan.sum.protocol)) throw new Error(`unknown protocol ${plan.sum.protocol}`);
-  if (plan.sum.protocol === "two-servers" && !(plan.sum.least >= 2)) {
-    throw new Error(`sum.least must be at least 2: a sum of one report hides nothing (got ${plan.sum.least})`);
-  }
-  const often = plan.limits.reports_per_day;
-  if (!(Number.isInteger(often) && often >= 1 && often <= MOST_REPORTS)) {
-    throw new Error(`limits.reports_per_day must be from 1 to ${MOST_REPORTS}, which is how many a device remembers (got ${often})`);
-  }
-  return plan;
-}
 
 /**
  * Return the order in which a split takes examples.

@@ -48,7 +48,7 @@ class DevicePace:
     """How rounds over devices are paced.
 
     Attributes:
-      reports: how many close a round; None for the plan's least.
+      reports: how many close a round; None for as many as the plan divides by, with noise, else for its least.
       deadline: seconds after which a round is closed if there are enough for a sum.
       patience: seconds to wait for that many before giving up.
       retry: seconds after which a device asks again, on average.
@@ -69,8 +69,8 @@ class DevicePace:
 LIARS = (0.0, 0.1, 0.25, 0.5)  # shares of the reports of a round for which the guarantee is computed
 
 
-def describe_noise(share: ShareOfNoise, rounds: int, reports: int, delta: float) -> list[tuple[float, float]]:
-    """Return what holds if a share of the reports lies about its noise: pairs of that share and epsilon.
+def describe_noise(share: ShareOfNoise, rounds: int, reports: int, delta: float) -> dict[str, float]:
+    """Return epsilon by the share of the reports that lie about their noise.
 
     A device that lies, or works together with a server, adds no noise that hides others. One that drops out adds none,
     and hides nobody. No sampling is claimed, and a device may be in every round.
@@ -81,7 +81,7 @@ def describe_noise(share: ShareOfNoise, rounds: int, reports: int, delta: float)
       reports: how many a sum has.
       delta: of the guarantee.
     """
-    return [(lie, epsilon_of([share.release(1.0, rounds, (1 - lie) * reports)], delta)) for lie in LIARS]
+    return {f"{lie:g}": epsilon_of([share.release(1.0, rounds, (1 - lie) * reports)], delta) for lie in LIARS}
 
 
 class Start(NamedTuple):
@@ -121,7 +121,6 @@ def serve_devices(
     pace: DevicePace,
     *,
     seed: int = 0,
-    delta: float = 1e-6,
     resume: bool = False,
     on_record: Callable[[dict[str, Any]], None] = lambda record: None,
     say: Callable[[str], None] = lambda text: None,
@@ -135,7 +134,6 @@ def serve_devices(
       helper: reaches the helper, signed with the coordinator's key; None if the plan's sums are open.
       pace: how many reports, and how long to wait.
       seed: of the run.
-      delta: with noise, of the guarantee.
       resume: continue from the newest checkpoint, and with the reports of the round after it.
       on_record: called with every round's record.
       say: called with remarks.
@@ -150,10 +148,13 @@ def serve_devices(
     if pace.reports is not None and api.plan.clients is not None and pace.reports > api.plan.clients:
         limit = f"{api.plan.clients}, for which the plan's sums have room"
         raise ValueError(f"--per-round must be at most {limit} (got {pace.reports})")
+    if api.plan.per_round is not None and pace.reports not in (None, api.plan.per_round):
+        reason = f"{api.plan.per_round}, by which the plan divides sums with noise"
+        raise ValueError(f"--per-round must be {reason} (got {pace.reports})")
     if (helper is None) != (api.plan.sums is None):
         raise ValueError(f"`helper` must be {'given' if helper is None else 'None'}: the plan says how sums are made")
     with folder.lock():
-        noise = _noise_of(api.plan, start.algorithm, pace, delta, say)
+        noise = _noise_of(api.plan, start.algorithm, pace, say)
         facts = run_facts(api.plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, folder, resume)
         folder.describe(facts)
         api.run = facts["deployment"]["run"]
@@ -171,31 +172,44 @@ def serve_devices(
         return ServeResult(params, rounds.history, rounds.done, None, None, interrupted)
 
 
+def _reports_of(plan: ServedPlan, pace: DevicePace) -> int:
+    """Return how many reports close a round."""
+    return max(pace.reports or plan.per_round or plan.least, plan.least)
+
+
+def _share_of_noise(algorithm: Algorithm) -> ShareOfNoise | None:
+    share_of = algorithm.aggregator.share
+    return None if share_of is None else share_of(total_shapes(algorithm).parts)
+
+
 def _noise_of(
-    plan: ServedPlan, algorithm: Algorithm, pace: DevicePace, delta: float, say: Callable[[str], None]
+    plan: ServedPlan, algorithm: Algorithm, pace: DevicePace, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Say what the noise of devices promises; None without noise.
 
     Raises:
-      StorageError: a sum of so few reports as the plan allows would have less noise than is promised.
+      StorageError: the plan's devices add other noise than the algorithm says, or a sum of so few reports as the plan
+        allows would have less than is promised.
     """
-    if algorithm.aggregator.share is None:
+    share = _share_of_noise(algorithm)
+    if (None if share is None else share.variance) != (None if plan.noise is None else plan.noise["variance"]):
+        raise StorageError("the noise that the plan's devices add is not that of the algorithm; make the bundle again")
+    if share is None or plan.noise is None:
         return None
-    share = algorithm.aggregator.share(total_shapes(algorithm).parts)
     if plan.least < share.least:
         raise StorageError(f"`least` of the plan is {plan.least}; the noise is promised for {share.least} reports")
-    reports = max(pace.reports or plan.least, plan.least)
+    delta = plan.noise["delta"]
     promised = epsilon_of([share.release(1.0, plan.rounds)], delta)
-    say(f"noise of devices: epsilon {promised:.3g} at delta {delta:g} after all rounds, if {share.least} are honest")
-    table = describe_noise(share, plan.rounds, reports, delta)
-    holds = ", ".join(f"{lie:.0%}: {epsilon:.3g}" for lie, epsilon in table)
-    say(f"with {reports} reports in a round, of which a share adds no noise, epsilon is {holds}")
-    return {
-        "delta": delta,
-        "epsilon": promised,
-        "least": share.least,
-        "liars": {f"{lie:g}": epsilon for lie, epsilon in table},
-    }
+    say(
+        f"privacy: devices add noise; epsilon is {promised:.3g} at delta {delta:g} after {plan.rounds} rounds, while "
+        f"at least {share.least} reports of every sum are honest"
+    )
+    tables = {}
+    for reports in sorted({plan.least, _reports_of(plan, pace)}):
+        tables[str(reports)] = table = describe_noise(share, plan.rounds, reports, delta)
+        holds = ", ".join(f"{epsilon:.3g} ({float(lie):.0%})" for lie, epsilon in table.items())
+        say(f"privacy: epsilon if a share of {reports} reports adds no noise: {holds}")
+    return {"delta": delta, "epsilon": promised, "least": share.least, "liars": tables}
 
 
 class _Rounds:
@@ -213,6 +227,7 @@ class _Rounds:
     ):
         self.api, self.plan, self.folder, self.helper, self.pace = api, api.plan, folder, helper, pace
         self.algorithm, self.seed, self.say = start.algorithm, seed, say
+        self.share = _share_of_noise(self.algorithm)
         begun = with_params(self.algorithm.init(run_keys(seed).init), start.params)
         self.state: ServerState = jax.tree.map(np.asarray, begun)
         self.done, self.history = 0, list[dict[str, Any]]()
@@ -234,8 +249,7 @@ class _Rounds:
         finally:
             self.api.open_round(None)
             current.spool.close()
-        noised = self.algorithm.aggregator.share is not None
-        key = fresh_key() if noised else round_key(self.seed, number)
+        key = round_key(self.seed, number) if self.share is None else fresh_key()
         parts = from_vector(total, total_shapes(self.algorithm))
         state, report = server_round(self.algorithm, self.state, [parts], key)
         self.state, self.done = jax.tree.map(np.asarray, state), number + 1
@@ -250,6 +264,8 @@ class _Rounds:
             "bytes_sent": counts["sent"],
             "bytes_received": counts["received"],
         }
+        if self.share is not None and self.plan.noise is not None:
+            record["epsilon"] = epsilon_of([self.share.release(1.0, self.done)], self.plan.noise["delta"])
         self.history.append(record)
         self.folder.record(record)
         self.folder.checkpoint(self.done, {"server": self.state._asdict(), "kept": ()})
@@ -270,7 +286,7 @@ class _Rounds:
         if is_new:
             spool.unlink(missing_ok=True)
         broadcast, reports = self._broadcast(number, batch), Spool(spool, self.plan.report_bytes)
-        closes_at = max(self.pace.reports or self.plan.least, self.plan.least)
+        closes_at = _reports_of(self.plan, self.pace)
         current = OpenRound(number, batch, broadcast, reports, closes_at, time.monotonic() + self.pace.deadline)
         if is_new:
             self._write_batch(current, None)

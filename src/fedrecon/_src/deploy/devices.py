@@ -43,6 +43,7 @@ from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, 
 from fedrecon._src.storage.atomic import StorageError, read_bytes
 
 MOST_PLAN = 2**24  # bytes
+NOISE = ("variance", "least", "epsilon", "delta")
 REQUESTS_PER_SECOND, BURST = 1.0, 30.0  # of one device
 
 
@@ -60,6 +61,8 @@ class ServedPlan:
       reports_per_day: the most that one device may send.
       sums: what the helper knows of it; None if sums are open.
       clients: the most reports that the ring has room for; None if sums are not those of a ring.
+      per_round: with noise: what sums are divided by, and so how many reports close a round; None without.
+      noise: what devices add and what that promises: `variance`, `least`, `epsilon`, `delta`; None without.
     """
 
     content: bytes
@@ -71,6 +74,8 @@ class ServedPlan:
     reports_per_day: int
     sums: SumPlan | None
     clients: int | None = None
+    per_round: int | None = None
+    noise: dict[str, float] | None = None
 
     @property
     def digest(self) -> str:
@@ -99,14 +104,16 @@ def read_served_plan(bundle: Path) -> ServedPlan:
         good = plan["format"] == "fedrecon-device-plan" and protocol in ("open", "two-servers")
         good = good and all(type(number) is int and number > 0 for number in numbers) and dtype in ("uint32", "float32")
         algorithm, recipe = str(plan["algorithm"]), plan.get("aggregator") or {}
-        clients = recipe.get("settings", {}).get("clients")
+        clients, per_round = (recipe.get("settings", {}).get(name) for name in ("clients", "per_round"))
         good = good and (clients is None or type(clients) is int)
+        noise = None if plan["noise"] is None else {name: float(plan["noise"][name]) for name in NOISE}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
         raise StorageError(f"{file} is not a device plan; make one with fedrecon bundle RUN --train")
     sums = read_sum_plan(file) if protocol == "two-servers" else None
-    return ServedPlan(content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums, clients)
+    per_round = None if noise is None or per_round is None else max(round(per_round), least)
+    return ServedPlan(content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums, clients, per_round, noise)
 
 
 @dataclass(frozen=True)

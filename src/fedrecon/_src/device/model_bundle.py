@@ -14,6 +14,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
 from fedrecon._src.core.checks import MOST_ROUNDS, check_number
 from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.core.upload import DELTA
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.device.bundle_data import Quantisation, made_up_clicks, made_up_ratings
@@ -21,13 +22,30 @@ from fedrecon._src.device.bundle_writer import ITEMS, MOST_EXAMPLES, WORDS, bund
 from fedrecon._src.device.export import Legend, of_counts, of_weighed
 from fedrecon._src.device.update_graph import DevicePlan
 from fedrecon._src.device.web_page import check_vendor, page_files
+from fedrecon._src.privacy.accounting import Release, noise_for
+from fedrecon._src.recommend.protection import fixed_scales
 from fedrecon._src.recommend.recipe import build_weights
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.recommend.tasks.clicks import click_weight
+from fedrecon._src.server.aggregator import Aggregator
 from fedrecon._src.server.fixed_point import secure
 
 MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
+
+
+class DeviceNoise(NamedTuple):
+    """How much noise devices add. No sampling is claimed: a device may be in every round.
+
+    Attributes:
+      epsilon: what all rounds together may give away; None for no noise, or as much as `noise_multiplier` gives.
+      noise_multiplier: noise in the sum, in units of the clipping norm, instead of what epsilon needs.
+      per_round: how many reports a round has; the sum is divided by this. None for the plan's least.
+    """
+
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    per_round: int | None = None
 
 
 class DeviceTraining(NamedTuple):
@@ -38,12 +56,14 @@ class DeviceTraining(NamedTuple):
       clip_norm: with a helper: the largest norm of what a device adds.
       bits: with a helper: 20, 24 or 32; fewer make reports smaller and rounding coarser.
       most: with a helper: the most reports of a sum.
+      noise: with a helper: what devices add, so that nobody sees a sum without it.
     """
 
     plan: DevicePlan = DevicePlan()
     clip_norm: float = 5.0
     bits: int = 32
     most: int = 1000
+    noise: DeviceNoise = DeviceNoise()
 
     def algorithm(self, saved: SavedModel[Any], examples: int) -> Algorithm:
         """Return what is trained.
@@ -54,8 +74,15 @@ class DeviceTraining(NamedTuple):
         """
         if self.plan.helper is None:
             return saved.trainable(self.plan.rounds)
+        epsilon, multiplier, _ = self.noise
+        if epsilon is not None:
+            multiplier = self._noise_for(epsilon, saved)
+        aggregator = self._plain(saved, examples) if multiplier is None else self._noised(saved, multiplier)
+        return saved.trainable(self.plan.rounds, aggregator)
+
+    def _plain(self, saved: SavedModel[Any], examples: int) -> Aggregator:
         tokens = getattr(saved.config.model, "max_words", 1)
-        aggregator = secure(
+        return secure(
             self.clip_norm,
             clients=self.most,
             weigh=build_weights(saved.config, saved.algorithm.model),
@@ -64,7 +91,33 @@ class DeviceTraining(NamedTuple):
             protocol="two-servers",
             bits=self.bits,
         )
-        return saved.trainable(self.plan.rounds, aggregator)
+
+    def _noised(self, saved: SavedModel[Any], multiplier: float) -> Aggregator:
+        """Return a mean in which all devices weigh the same, so that the norm bounds what each of them adds."""
+        return secure(
+            self.clip_norm,
+            clients=self.most,
+            noise_multiplier=multiplier,
+            per_round=float(self.noise.per_round or self.plan.least),
+            least=self.plan.least,
+            scales=fixed_scales(saved.config),
+            simulated_noise=False,
+            protocol="two-servers",
+            bits=self.bits,
+        )
+
+    def _noise_for(self, epsilon: float, saved: SavedModel[Any]) -> float:
+        """Return the noise multiplier with which all rounds stay within epsilon."""
+        parts, rounds = {DELTA: flatten(saved.params)[0]}, self.plan.rounds
+
+        def release(multiplier: float) -> Release:
+            share = self._noised(saved, multiplier).share
+            assert share is not None
+            return share(parts).release(1.0, rounds)
+
+        return noise_for(
+            epsilon, clients=self.most, per_round=self.most, rounds=rounds, delta=self.plan.delta, release=release
+        )
 
 
 def bundle_model(

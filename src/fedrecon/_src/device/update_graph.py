@@ -26,10 +26,10 @@ from fedrecon._src.core.upload import RowChanges, Summand, broadcast_clients
 from fedrecon._src.device.bundle_data import draws, numbers, plain, promised
 from fedrecon._src.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
 from fedrecon._src.models.text.shared_weights import plain_layers
-from fedrecon._src.privacy.noise import ShareOfNoise
+from fedrecon._src.privacy.accounting import check_delta, epsilon_of
 from fedrecon._src.server.aggregator import Aggregator
 from fedrecon_device.files import digest_of
-from fedrecon_device.plan import PLAN_FORMAT, PLAN_VERSION
+from fedrecon_device.plan import MOST_REPORTS, PLAN_FORMAT, PLAN_VERSION
 
 SIDES = ("support", "query")
 RANDOM = (
@@ -50,6 +50,7 @@ class DevicePlan(NamedTuple):
         `secure(protocol="two-servers")`.
       reports_per_day: how many reports a device sends per day at most.
       min_examples: a device with fewer examples does not take part.
+      delta: of the guarantee, if devices add noise (`secure(noise_multiplier=..., simulated_noise=False)`).
 
     Example:
       >>> import fedrecon as fr
@@ -62,6 +63,7 @@ class DevicePlan(NamedTuple):
     helper: str | None = None
     reports_per_day: int = 4
     min_examples: int = 2
+    delta: float = 1e-6
 
     def check(self, algorithm: Algorithm, *, onnx: bool = True) -> None:
         """Raise a `ValueError` if it does not fit the algorithm's sums, or if there are no graphs."""
@@ -69,6 +71,8 @@ class DevicePlan(NamedTuple):
             raise ValueError("`train` needs graphs (got onnx=False)")
         for name in ("rounds", "least", "reports_per_day", "min_examples"):
             check_number(name, getattr(self, name), least=1)
+        check_number("reports_per_day", self.reports_per_day, most=MOST_REPORTS)
+        check_delta(self.delta)
         if _protocol(algorithm) == "open" and self.helper is None:
             return
         if _protocol(algorithm) == "open":
@@ -235,7 +239,7 @@ class UpdateGraph:
         read |= {feature for _, features in self._needs.groups.values() for feature in features}
         read |= {self._needs.split.by}
         columns = {name: column for name, column in self._like.items() if name in read}
-        ring, share = algorithm.aggregator.ring, self._share_of_noise()
+        ring = algorithm.aggregator.ring
         return {
             "format": PLAN_FORMAT,
             "version": PLAN_VERSION,
@@ -260,13 +264,20 @@ class UpdateGraph:
                 "helper": terms.helper,
                 "least": terms.least,
             },
-            "noise": None if share is None else {"variance": share.variance, "least": share.least},
+            "noise": self._noise(terms),
             "limits": {"reports_per_day": terms.reports_per_day, "min_examples": terms.min_examples},
         }
 
-    def _share_of_noise(self) -> ShareOfNoise | None:
-        share = self._algorithm.aggregator.share
-        return None if share is None else share(total_shapes(self._algorithm).parts)
+    def _noise(self, terms: DevicePlan) -> dict[str, Any] | None:
+        """Return the noise that a device adds, and what is promised after all rounds; None without noise."""
+        share_of = self._algorithm.aggregator.share
+        if share_of is None:
+            return None
+        share = share_of(total_shapes(self._algorithm).parts)
+        if terms.least < share.least:
+            raise ValueError(f"`least` must be at least {share.least}, as the noise promises (got {terms.least})")
+        epsilon = epsilon_of([share.release(1.0, terms.rounds)], terms.delta)  # no sampling is claimed
+        return {"variance": share.variance, "least": share.least, "epsilon": epsilon, "delta": terms.delta}
 
     def vectors(self, params: Params, seed: int) -> dict[str, Any]:
         """Return test vectors of training: a message, and what the simulator makes of made-up people's examples.

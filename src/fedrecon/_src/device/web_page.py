@@ -27,7 +27,15 @@ FOR_TRAINING = ("plan.json", "update.onnx")
 SWITCH = "web/sharing.js"  # a page that has it can take part in training
 SCRIPTS_OF_ITEMS = ("items.js", "ranking.js", "solvers.js")
 SCRIPTS_OF_TEXT = ("writing.js", "words.js")
-SCRIPTS_OF_TRAINING = ("background.js", "keys.js", "participant.js", "sealing.js", "sharing.js", "training.js")
+SCRIPTS_OF_TRAINING = (
+    "background.js",
+    "keys.js",
+    "participant.js",
+    "plan.js",
+    "sealing.js",
+    "sharing.js",
+    "training.js",
+)
 
 
 def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from fedrecon._src.app.cli import options, show
+from fedrecon._src.recommend.config import Rule
 
 if TYPE_CHECKING:
     from fedrecon._src.device.model_bundle import DeviceTraining
@@ -26,6 +27,7 @@ class Devices:
         coordinator sees every report.
       least: the fewest reports of a sum.
       most: with helper: the most reports of a sum.
+      per_round: with --privacy.epsilon: how many reports a round has. The sum is divided by this; `least` by default.
       clip_norm: with helper: the largest norm of a report.
       bits: with helper: 20, 24 or 32 per number of a report; fewer make reports smaller and rounding coarser: by 2 to
         the power of what is left out, and more so with a large `most`.
@@ -37,10 +39,29 @@ class Devices:
     helper: str | None = None
     least: int = 10
     most: int = 1000
+    per_round: int | None = None
     clip_norm: float = 5.0
     bits: Literal[20, 24, 32] = 32
     reports_per_day: int = 4
     min_examples: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """Noise that devices add before anything leaves them; with --train and --devices.helper. Needs the extra privacy.
+
+    Each device adds a share. As many honest reports as --devices.least together add all of the noise, and fewer are not
+    added up. --devices.clip-norm bounds what one device changes; all devices weigh the same.
+
+    Attributes:
+      epsilon: the privacy budget of one device for all --devices.rounds, if it takes part in each; None for no noise.
+      delta: the probability that the guarantee fails; choose it below 1 / devices.
+      noise_multiplier: noise in the sum of reports, in units of the clipping norm, instead of what epsilon needs.
+    """
+
+    epsilon: float | None = None
+    delta: float = 1e-6
+    noise_multiplier: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +81,7 @@ class Make:
       least_ratings: recommend only items that at least this many training users have rated; by default as in training.
       train: let devices train the model, too: adds the client's part of a round and a plan of what devices agree to.
       devices: how devices train.
+      privacy: noise that devices add.
       onnxruntime_web: the dist folder of the npm package onnxruntime-web, which the page needs for text and to train.
       overwrite: replace an existing bundle.
     """
@@ -71,8 +93,24 @@ class Make:
     least_ratings: int | None = None
     train: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     devices: Devices = field(default_factory=Devices)
+    privacy: Privacy = field(default_factory=Privacy)
     onnxruntime_web: Path | None = None
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for options that must fit together."""
+        devices, privacy = self.devices, self.privacy
+        noised = privacy.epsilon is not None or privacy.noise_multiplier is not None
+        yield Rule(not self.train and devices != Devices(), "devices", "needs --train")
+        yield Rule(not self.train and privacy != Privacy(), "privacy", "needs --train")
+        alone = noised and devices.helper is None
+        yield Rule(alone, "devices.helper", "is missing: without it, the coordinator sees reports with little noise")
+        both = privacy.epsilon is not None and privacy.noise_multiplier is not None
+        yield Rule(both, "privacy.noise_multiplier", "cannot be combined with `privacy.epsilon`: it follows from it")
+        unused = not noised and (devices.per_round is not None or privacy != Privacy())
+        yield Rule(unused, "privacy.epsilon", "is missing: `devices.per_round` and `privacy.delta` are about noise")
+        few = devices.per_round is not None and not devices.least <= devices.per_round <= devices.most
+        yield Rule(few, "devices.per_round", "must be from `devices.least` to `devices.most`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +156,7 @@ def run(args: Make | Check) -> int:
             quantise=args.quantise,
             least_count=args.least_ratings,
             onnxruntime_web=args.onnxruntime_web,
-            train=_training(args.devices) if args.train else None,
+            train=_training(args) if args.train else None,
             replace=True,  # an empty folder, or the bundle that --overwrite is about
         )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -128,9 +166,13 @@ def run(args: Make | Check) -> int:
     return 0
 
 
-def _training(devices: Devices) -> DeviceTraining:
-    from fedrecon._src.device.model_bundle import DeviceTraining
+def _training(args: Make) -> DeviceTraining:
+    from fedrecon._src.device.model_bundle import DeviceNoise, DeviceTraining
     from fedrecon._src.device.update_graph import DevicePlan
 
-    plan = DevicePlan(devices.rounds, devices.least, devices.helper, devices.reports_per_day, devices.min_examples)
-    return DeviceTraining(plan, devices.clip_norm, devices.bits, devices.most)
+    devices, privacy = args.devices, args.privacy
+    plan = DevicePlan(
+        devices.rounds, devices.least, devices.helper, devices.reports_per_day, devices.min_examples, privacy.delta
+    )
+    noise = DeviceNoise(privacy.epsilon, privacy.noise_multiplier, devices.per_round)
+    return DeviceTraining(plan, devices.clip_norm, devices.bits, devices.most, noise)

@@ -44,7 +44,6 @@ class Devices:
       sign: the coordinator's private key, whose public half the helper knows; fedrecon keys --nodes makes it.
       retry: after how many seconds a device asks again, on average.
       seed: of the run.
-      delta: of the guarantee, if devices add noise.
     """
 
     run: Path | None = None
@@ -54,7 +53,6 @@ class Devices:
     sign: Path | None = None
     retry: float = 60.0
     seed: int = 0
-    delta: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +253,6 @@ def _run_devices(args: Serve) -> int:
                 helper,
                 pace,
                 seed=devices.seed,
-                delta=devices.delta,
                 resume=args.resume,
                 on_record=table.row,
                 say=show.remark,
