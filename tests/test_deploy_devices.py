@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import math
+import socket
 import threading
 import time
 import warnings
@@ -442,6 +443,35 @@ def test_too_few_readable_reports_leave_the_round_open(plan, tmp_path):
     assert results[0].history[0]["failed"] == {"unreadable": 1}
 
 
+class SlowHelper(Helper):
+    """A helper that needs longer to open seeds than the coordinator waits for an answer."""
+
+    opened = 0
+
+    def _open_once(self, parts, purpose):
+        self.opened += 1
+        time.sleep(0.7)
+        return super()._open_once(parts, purpose)
+
+
+def test_a_helper_that_takes_long_is_asked_again_and_adds_up_once(plan, tmp_path):
+    (tmp_path / "helper").mkdir()
+    helper, remarks = SlowHelper(read_sum_plan(tmp_path / "bundle"), HELPER, tmp_path / "helper"), []
+    service = HelperApi(helper, Verifier({public_bytes(COORDINATOR): "coordinator"}))
+    api, cohorts = DeviceApi(plan, SECRET), [NAMES[:4], NAMES[3:7]]
+    with (
+        run_service(service, ("127.0.0.1", 0), None) as port,
+        contextlib.closing(Connection(f"http://127.0.0.1:{port}", COORDINATOR, None, timeout=0.2)) as connection,
+        training(api, tmp_path / "run", connection, say=remarks.append) as results,
+    ):
+        for number, names in enumerate(cohorts):
+            wait_until(lambda n=number: api._round is not None and api._round.number == n)
+            assert [Devices(api).take_part(name) for name in names] == [201] * 4
+    assert_equal(results[0].params, expected(cohorts))
+    assert helper.opened == 2  # once in each round, however often it was asked
+    assert any("has not answered yet; trying again" in remark for remark in remarks)
+
+
 def test_a_round_is_closed_at_its_deadline_if_there_are_enough(plan, tmp_path):
     api, names = DeviceApi(plan, SECRET), NAMES[:3]
     http = Devices(api)
@@ -510,6 +540,50 @@ def test_what_is_not_a_helper_is_named(plan):
         connection.post(f"/v1/rounds/0/batches/{'0' * 32}?run=a&broadcast={'0' * 64}", b"", 100)
     with pytest.raises(JoinError, match=r"--devices\.helper must be a URL with a port"):
         parse_server("helper", False, "--devices.helper")
+
+
+# ---- slow connections ----
+
+
+def upload_slowly(port, head, length, seconds=0.4, pieces=20):
+    """Send a body piece by piece, and return all that the server answers."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(f"{head}\r\nHost: server\r\nContent-Length: {length}\r\n\r\n".encode())
+        for _ in range(pieces):
+            time.sleep(seconds / pieces)
+            connection.sendall(bytes(length // pieces))
+        connection.sendall(bytes(length % pieces))
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("token", "number", "status", "problem"),
+    [("", 0, 401, "no-token"), (None, 1, 404, "forged"), (None, 0, 410, "expired")],
+)
+def test_who_sends_slowly_sees_why_a_report_is_refused(tmp_path, token, number, status, problem):
+    plan = write_plan(tmp_path / "bundle", ALGORITHM, vector={"length": 100_000, "dtype": "uint32"})
+    api = DeviceApi(plan, SECRET)
+    api.run, api.done = "a run", 1
+    token = issue_token(SECRET, "phone") if token is None else token
+    head = f"PUT /v1/rounds/{number}/reports/{api._ticket(0, 'phone')} HTTP/1.1\r\nAuthorization: Bearer {token}"
+    with run_service(api, ("127.0.0.1", 0), None) as port:
+        answer = upload_slowly(port, head, plan.report_bytes)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["type"] == f"urn:fedrecon:{problem}"
+
+
+def test_what_is_too_large_is_refused_without_being_read(plan):
+    api = DeviceApi(plan, SECRET)
+    api.run, api.done = "a run", 0
+    token = issue_token(SECRET, "phone")
+    head = f"PUT /v1/rounds/0/reports/{api._ticket(0, 'phone')} HTTP/1.1\r\nAuthorization: Bearer {token}"
+    with run_service(api, ("127.0.0.1", 0), None) as port, pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+        upload_slowly(port, head, 10**8, pieces=50)
 
 
 # ---- noise ----

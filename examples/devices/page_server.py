@@ -2,12 +2,14 @@
 
 Browsers send a page's requests only to where the page came from. So requests under /v1/ go on to the coordinator, and
 all others to the server of the bundle. `/participation.json` is what the site's own backend would answer: where to take
-part, and a token for a visitor that it trusts. Here that is everybody on this machine.
+part, and a token for a visitor that it trusts. Here that is everybody on this machine. A visitor's browser keeps a
+random name and asks with it until they no longer take part; a site with accounts would use names of its own.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import ssl
 import threading
@@ -16,7 +18,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from fedrecon._src.device.web_page import serve
 from fedrecon.deploy import issue_token
@@ -78,8 +80,11 @@ class _Proxy(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Pass a request on, or invite a visitor."""
-        if self.path == "/participation.json":
-            token = issue_token(self._secret, f"visitor-{secrets.token_hex(8)}", seconds=3600)
+        url = urlsplit(self.path)
+        if url.path == "/participation.json":
+            name = parse_qs(url.query).get("device", [""])[0]
+            name = name if re.fullmatch("[0-9a-f]{32}", name) else secrets.token_hex(16)
+            token = issue_token(self._secret, f"visitor-{name}", seconds=3600)
             content = json.dumps({"server": "/", "token": token}).encode()
             return self._answer(200, {"Content-Type": "application/json", "Cache-Control": "no-store"}, content)
         size = int(self.headers.get("Content-Length") or 0)

@@ -111,6 +111,45 @@ def test_three_browsers_train_as_the_simulator_does(bundled, person, tmp_path):
     assert [page.problems for page in pages] == [[], [], []]
 
 
+def test_a_person_is_one_device_in_all_tabs_until_they_leave(bundled, person, tmp_path):
+    bundle, start = bundled
+    with (
+        coordinating(bundle, start, tmp_path) as (server, results),
+        page_server().PageServer(bundle, server, SECRET) as site,
+    ):
+        first, *others = [person(site.address, ratings_of(k)) for k in range(LEAST)]
+        sent = []  # the method, the path and the device of every request to the coordinator
+
+        def note(request):
+            if "/v1/" in request.url:
+                device = request.headers["authorization"].split(".")[1]
+                sent.append((request.method, request.url.partition("/v1/")[2].partition("/reports/")[0], device))
+
+        first.context.on("request", note)
+        second = first.context.new_page()
+        second.problems = []
+        second.goto(site.address)
+        until(second, "document.documentElement.dataset.ready === 'yes'")
+        for page in (first, *others):
+            page.check("#share")
+        until(second, "document.getElementById('share').checked")  # it is one person's switch
+        until(first, "document.querySelectorAll('#sent li').length >= 1")
+        first.reload()  # ends its worker, so that the other tab goes on
+        for page in (first, second, *others):
+            until(page, f"document.querySelectorAll('#sent li').length === {ROUNDS}")
+        deadline = time.monotonic() + 60
+        while not results and time.monotonic() < deadline:
+            first.wait_for_timeout(100)
+        assert sorted(path for method, path, _ in sent if method == "PUT") == ["rounds/0", "rounds/1"]
+        devices = {device for _, _, device in sent}
+        assert devices == {f"visitor-{kept(first)['participation']['device']}"}
+        second.uncheck("#share")
+        until(first, "!document.getElementById('share').checked")
+        second.check("#share")
+        assert kept(first)["participation"]["device"] not in "".join(devices)
+    assert [record["answered"] for record in results[0].history] == [LEAST] * ROUNDS
+
+
 def test_the_switch_says_what_is_sent_and_off_keeps_nothing_but_the_ratings(bundled, person, tmp_path):
     bundle, start = bundled
     with (

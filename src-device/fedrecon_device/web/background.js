@@ -24,9 +24,10 @@ let participant = null;
 /** @param {FromWorker} message */
 const tell = (message) => worker.postMessage(message);
 
-/** Ask the site's own server where to take part, and for a token. */
+/** Ask the site's own server where to take part, and for a token, always for the same device. */
 async function invitation() {
-  return JSON.parse(new TextDecoder().decode(await fetchFrom(base)("participation.json")));
+  const device = encodeURIComponent(given?.record.device ?? "");
+  return JSON.parse(new TextDecoder().decode(await fetchFrom(base)(`participation.json?device=${device}`)));
 }
 
 async function open() {

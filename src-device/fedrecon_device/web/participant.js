@@ -23,6 +23,7 @@ import { Trainer } from "./training.js";
  * @property {string | null} plan the digest of the plan that `state` belongs to
  * @property {Record<string, {shape: number[], data: number[]}>} state what the method keeps on this device
  * @property {string} [agreed] on a page: the digest of the plan whose terms the person read when they turned the switch on
+ * @property {string} [device] on a page: a random name for the site's backend, so that its tokens are all for one device
  * @typedef {{read: () => Promise<ParticipantRecord | null>, write: (record: ParticipantRecord) => Promise<void>}} RecordStore the owner's own
  * @typedef {{plan: string, run: string, round: number, broadcast: string, size: number, ticket: string, seconds: number}} Task
  * @typedef {{seconds: number, reason: "reported" | "told" | "few examples" | "often enough", report?: SentReport}} Step
@@ -253,7 +254,11 @@ function told(answer, otherwise) {
 
 /** @returns {ParticipantRecord} of a device that takes part for the first time, with a name that says nothing about it */
 export function emptyRecord() {
-  return { name: toHex(crypto.getRandomValues(new Uint8Array(16))), reports: [], plan: null, state: {} };
+  return { name: randomName(), reports: [], plan: null, state: {} };
+}
+
+export function randomName() {
+  return toHex(crypto.getRandomValues(new Uint8Array(16)));
 }
 
 /**

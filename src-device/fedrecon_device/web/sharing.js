@@ -1,7 +1,7 @@
 // The switch with which a person takes part in training: off until they turn it on, and all that was sent below it.
 // @ts-check
 
-import { emptyRecord, sleep } from "./participant.js";
+import { emptyRecord, randomName, sleep } from "./participant.js";
 import { readPlan } from "./plan.js";
 import * as store from "./store.js";
 import { at, element, say } from "./widgets.js";
@@ -62,7 +62,7 @@ export async function showSharing(bundle, columns, onChange) {
   };
 
   toggle.addEventListener("change", () => {
-    store.keepParticipation(toggle.checked ? { ...emptyRecord(), agreed: digest } : null);
+    store.keepParticipation(toggle.checked ? { ...emptyRecord(), agreed: digest, device: randomName() } : null);
     say(toggle.checked ? "You take part in training." : "You no longer take part. Nothing of it is kept.");
     show();
   });

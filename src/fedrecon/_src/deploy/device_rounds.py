@@ -357,7 +357,7 @@ class _Rounds:
         self.api.open_round(None)
 
     def _ask_helper(self, helper: Connection, current: OpenRound, batch_size: int, end: float) -> bytes:
-        """Return the helper's answer; ask again if it cannot be reached."""
+        """Return the helper's answer; ask again if it cannot be reached, or needs longer than a request may take."""
         path = f"/v1/rounds/{current.number}/batches/{current.batch.hex()}"
         path += f"?run={quote(self.api.run)}&broadcast={current.digest}"
         records, pauses, status = current.spool.records(batch_size), backoff(), ""
@@ -371,8 +371,9 @@ class _Rounds:
                         reason or f"the helper at {helper.server} cannot be reached: {error}"
                     ) from None
                 if status != type(error).__name__:
-                    status = type(error).__name__
-                    self.say(f"the helper at {helper.server} cannot be reached ({status}: {error}); trying again")
+                    status, slow = type(error).__name__, isinstance(error, httpx.ReadTimeout)
+                    what = "has not answered yet" if slow else f"cannot be reached ({status}: {error})"
+                    self.say(f"the helper at {helper.server} {what}; trying again")
                 time.sleep(next(pauses))
 
     def _add_open(self, spool: Spool, count: int) -> np.ndarray:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WAIT = 20  # seconds of a long poll
 FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0  # between two tries to reach the server
-TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+TIMEOUT, CONNECT = 60.0, 10.0  # seconds of an answer, and until there is a connection
 MAX_ANSWER = 2**16  # bytes of a response that is not a broadcast
 MAX_RETRY_AFTER = 600.0  # seconds
 PLAIN = {"Accept-Encoding": "identity"}  # nothing that grows when it is read
@@ -90,12 +90,14 @@ class Connection:
       key: the node's private key, which signs every request.
       authority: the certificate that vouches for the server; None for no encryption.
       clock: returns the seconds since 1970.
+      timeout: how many seconds the server may take to answer.
     """
 
     server: str
     key: Ed25519PrivateKey
     authority: Path | None
     clock: Callable[[], float] = time.time
+    timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
         """Read the certificate."""
@@ -106,8 +108,9 @@ class Connection:
             except ssl.SSLError:
                 raise JoinError(f"{self.authority} is not a certificate; use the server's ca.crt") from None
         self._epoch = NO_EPOCH
+        timeout = httpx.Timeout(self.timeout, connect=CONNECT)
         self._client = httpx.Client(
-            base_url=self.server, verify=verify, timeout=TIMEOUT, trust_env=False, headers=PLAIN
+            base_url=self.server, verify=verify, timeout=timeout, trust_env=False, headers=PLAIN
         )
 
     def close(self) -> None:

@@ -132,18 +132,34 @@ class Service:
             problem = RequestError(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
         assert isinstance(problem, RequestError)
         self.problems[problem.kind] += 1
+        await self._discard_body(request)
         content = dataclasses.asdict(Problem(f"urn:fedrecon:{problem.kind}", problem.status, str(problem)))
         headers = {"Connection": "close", **problem.headers} if problem.status != 404 else problem.headers
         return JSONResponse(content, problem.status, headers, "application/problem+json")
 
+    async def _discard_body(self, request: Request) -> None:
+        """Read the rest of a request that is refused, if it is no larger than a good one.
+
+        A connection that is closed while the other side still sends is reset, and whoever sends slowly would never see
+        why it was refused.
+        """
+        length = _content_length(request)
+        if not length or length > self.limits.body_bytes or getattr(request.state, "is_read", False):
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.limits.body_seconds):
+                message = await request.receive()
+                while message["type"] == "http.request" and message.get("more_body"):
+                    message = await request.receive()
+
     async def read_body(self, request: Request) -> bytes:
         """Read what a request sends, within the limits."""
-        length = request.headers.get("content-length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 16):
+        length = _content_length(request)
+        if length is None:
             raise RequestError(411, "no-length", "a report needs a Content-Length")
-        if int(length) > self.limits.body_bytes:
+        if length > self.limits.body_bytes:
             raise RequestError(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
-        chunks = []
+        request.state.is_read, chunks = True, []
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():  # never more than was announced: the HTTP parser checks it
@@ -160,6 +176,11 @@ class Service:
         if hashlib.sha256(body).hexdigest() != digest:
             raise RequestError(400, "wrong-digest", "the body does not have the digest that was signed")
         return body
+
+
+def _content_length(request: Request) -> int | None:
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else None
 
 
 def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:

@@ -130,6 +130,7 @@ class Helper:
         if self.public != plan.helper:
             raise StorageError(f"the plan names the helper {plan.helper.hex()}, and this one is {self.public.hex()}")
         self._runs: dict[str, dict[str, Any]] = {}  # by run: the newest round that was answered, and the request
+        self._latest: tuple[tuple[str, int, str], bytes] | None = None  # an answer that may be asked for again
         if self._file.exists():
             memory = read_manifest(self._file, MEMORY_FORMAT)
             if memory["plan"] != plan.digest.hex():
@@ -159,6 +160,8 @@ class Helper:
         last = self._runs.get(run)
         if last is not None and number <= last["round"] and (number, request) != (last["round"], last["request"]):
             raise Refusal(f"round {last['round']} was answered; so is every round before, each once")
+        if self._latest is not None and self._latest[0] == (run, number, request):
+            return self._latest[1]  # it took longer than the coordinator waited
         if last is None and len(self._runs) >= MOST_RUNS:
             raise Refusal(f"this helper has answered {MOST_RUNS} runs; use another memory, with another key and plan")
         parts = [records[k : k + RECORD] for k in range(0, len(records), RECORD)]
@@ -174,7 +177,9 @@ class Helper:
         for seed in readable:
             total += sealing.expand(seed, self.plan.length)
         included = np.array([seed is not None for seed in seeds])
-        return np.packbits(included, bitorder="little").tobytes() + sealing.pack(total, self.plan.bits)
+        answer = np.packbits(included, bitorder="little").tobytes() + sealing.pack(total, self.plan.bits)
+        self._latest = (run, number, request), answer
+        return answer
 
     def _open_once(self, parts: Iterable[bytes], purpose: Purpose) -> list[bytes | None]:
         """Open seeds; None for those that cannot be opened, and for ids and seeds that are there already.
