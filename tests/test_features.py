@@ -106,6 +106,20 @@ def test_labels_of_the_integer_loss_of_optax_are_checked_too():
         trained(logistic(loss=optax.softmax_cross_entropy_with_integer_labels), classes(1, 2, 3, 4, 1, 2))
 
 
+def test_labels_of_one_logit_are_between_0_and_1():
+    model = logistic(classes=1, loss="binary_cross_entropy")
+    assert trained(model, classes(0, 1, 1, 0, 1, 0)).rounds == 1
+    for labels in ((0, 1, 2, 3, 0, 1), (-1.0, 1.0, 1.0, -1.0, 1.0, -1.0)):
+        with pytest.raises(ValueError, match=r"column 'y' holds (2|-1.0) .*0 to 1"):
+            trained(model, classes(*labels))
+
+
+def test_reconstruction_checks_labels_too():
+    algorithm = fr.federated_averaging(logistic(), update=descend(0.1), reconstruct=descend(0.1), server=optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"column 'y' holds 4 .*0 to 3"):
+        fr.reconstruct(algorithm, {"w": jnp.zeros(4)}, {"x": np.arange(2.0), "y": [4, 0]})
+
+
 def test_labels_of_a_wrong_type_are_named():
     with pytest.raises(ValueError, match=r"column 'y': .* not float32"):
         trained(logistic(), classes(*np.arange(6, dtype=np.float32)))

@@ -95,6 +95,34 @@ def test_clients_without_ids_train_by_the_numbers_of_their_items():
 
 
 @pytest.mark.slow
+def test_a_table_of_columns_is_trained_on_as_it_is():
+    users, items = np.repeat(np.arange(30), 8), np.tile(np.array(list("abcdefgh")), 30)
+    table = {"user": users, "item": items, "rating": 1.0 + (users + np.tile(np.arange(8), 30)) % 5}
+    assert set(fr.recommend.train(table, rounds=1).items.ids) == set("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("columns", "rule"),
+    [
+        ({"rating": [1.0, 2.0]}, "column 'item' of numbers from 0"),
+        ({"item": ["a", "b"], "rating": [1.0, 2.0]}, "column 'item' of numbers from 0"),
+        ({"item": [0, -1], "rating": [1.0, 2.0]}, "column 'item' of numbers from 0"),
+        ({"item": [0, 1]}, "column 'rating'"),
+        ({"item": [0, 1], "rating": [1.0, np.nan]}, "column 'rating' holds nan"),
+    ],
+)
+def test_clients_that_are_no_ratings_are_refused_by_column(columns, rule):
+    clients = fr.Clients.from_columns(columns, client=[0, 0])
+    with pytest.raises(ValueError, match=rule):
+        fr.recommend.train(clients)
+
+
+def test_an_unknown_option_of_training_is_an_error(ratings):
+    with pytest.raises(TypeError, match="round"):
+        fr.recommend.train(ratings, round=3)
+
+
+@pytest.mark.slow
 def test_training_calls_back_and_keeps_the_history(ratings):
     class Count(fr.Callback):
         rounds = 0

@@ -95,19 +95,28 @@ def check_values(algorithm: Algorithm, clients: Clients) -> None:
       clients: the data; columns of more than `LARGEST_CHECKED` numbers are not checked.
     """
     for name in features_of(algorithm, clients):
-        if clients.columns[name].dtype.kind == "f":
-            _check_column(
-                clients, name, lambda values: ~np.isfinite(values), "the model reads it, so it must be finite"
-            )
+        check_finite(clients, name)
     label = algorithm.model.class_label
-    if label is None or clients.columns[label].dtype.kind not in "iu":
+    if label is None:
         return
     batch = probe(clients)
     logits = jax.eval_shape(algorithm.model.predict, *_shapes(algorithm.model), batch)
-    if logits.shape[:-1] == batch[label].shape:  # else the labels are probabilities, one for each logit
-        classes = logits.shape[-1]
-        rule = f"classes are 0 to {classes - 1}, since the model has {classes} logits"
-        _check_column(clients, label, lambda values: (values < 0) | (values >= classes), rule)
+    largest, rule = 1, "labels are 0 to 1, since there is one logit for each"
+    if logits.shape[:-1] == batch[label].shape and logits.shape[-1] > 1:
+        largest = logits.shape[-1] - 1
+        rule = f"classes are 0 to {largest}, since the model has {largest + 1} logits"
+    _check_column(clients, label, lambda values: (values < 0) | (values > largest), rule)
+
+
+def check_finite(clients: Clients, name: str) -> None:
+    """Raise an error if a column that a model reads has NaN or infinite values.
+
+    Args:
+      clients: the data.
+      name: of the column.
+    """
+    if clients.columns[name].dtype.kind == "f":
+        _check_column(clients, name, lambda values: ~np.isfinite(values), "the model reads it, so it must be finite")
 
 
 def _check_column(clients: Clients, name: str, is_bad: Callable[[np.ndarray], np.ndarray], rule: str) -> None:

@@ -116,8 +116,8 @@ class Model(NamedTuple):
       state: leaves that examples set and no optimizer moves; None if there are none.
       frozen: shapes of what else `predict` uses, by path: parameters and state that keep their values and never travel.
       client_metrics: metrics of a client as a whole, which evaluation averages over clients; None for none.
-      class_label: the feature with class numbers that the loss compares with logits; None if there is none. Before
-        training and evaluation the numbers are checked to be classes of the logits.
+      class_label: the feature with class numbers or probabilities that the loss compares with logits; None if there is
+        none. They are checked before anything is computed.
 
     Example:
       >>> import fedrecon as fr

@@ -359,4 +359,5 @@ def logistic_factorization(
         loss=cross_entropy,
         metrics={"accuracy": Metric(is_right)},
         lookups={"item_embedding": "item"},
+        class_label=label,
     )

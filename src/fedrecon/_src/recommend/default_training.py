@@ -12,9 +12,10 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.validation import check_finite
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.progress import Progress, silent
-from fedrecon._src.data import Corpus, Ratings, load, load_text
+from fedrecon._src.data import Corpus, Ratings, load, load_ratings, load_text
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.config import Config, check_config, preset_of
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
@@ -123,6 +124,8 @@ def _train(
     task_name: str, data: Any, model: Mapping[str, Any], options: TrainOptions
 ) -> tuple[SavedModel[Any], Users, Run]:
     """Divide the clients, run round zero, train, and save the model if a folder is given."""
+    if unknown := set(options) - set(TrainOptions.__annotations__):
+        raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(TrainOptions.__annotations__)}")
     progress = options.get("progress", silent)
     config, task = check_config(_configure(preset_of(task_name), model, options)), TASKS[task_name]
     users = task.divide(config, data, progress)
@@ -158,29 +161,37 @@ def _configure(config: Config, model: Mapping[str, Any], options: TrainOptions) 
     )
 
 
-def _as_ratings(data: Ratings | Clients | str | Path, **options: Any) -> Ratings:
+def _as_ratings(data: Any, **options: Any) -> Ratings:
     """Return ratings; clients without ids or titles of items have the numbers of their items."""
     if isinstance(data, Ratings):
         return data
     if isinstance(data, str | Path):
         return load(str(data), **options)
-    columns = {"rating": np.ones(len(data.columns["item"]), np.float32), **data.columns}
-    num_items = int(columns["item"].max()) + 1
+    if not isinstance(data, Clients):
+        return load_ratings(data, **options)
+    columns = dict(data.columns)
+    item = columns.get("item")
+    if item is None or item.dtype.kind not in "iu" or item.min(initial=0) < 0:
+        raise ValueError("clients need a column 'item' of numbers from 0; fr.data.load_ratings numbers other ids")
+    if "rating" not in columns and options.get("rating") == "auto":
+        columns["rating"] = np.ones(len(item), np.float32)
+    if "rating" not in columns:
+        raise ValueError(f"clients need a column 'rating' (got {', '.join(columns)})")
     fields = {f.name: getattr(data, f.name) for f in dataclasses.fields(Clients)} | {"columns": columns}
-    return Ratings(**fields, item_ids=np.arange(num_items))
+    ratings = Ratings(**fields, item_ids=np.arange(int(item.max(initial=0)) + 1))
+    check_finite(ratings, "rating")
+    return ratings
 
 
-def train(
-    ratings: Ratings | Clients | str | Path, *, dim: int | None = None, **options: Unpack[TrainOptions]
-) -> Recommender:
+def train(ratings: Any, *, dim: int | None = None, **options: Unpack[TrainOptions]) -> Recommender:
     """Train a recommender on ratings of any scale, as `fedrecon train` does.
 
     The scale, item biases and ridges are estimated in round zero. Training stops when validation users gain nothing
     more from it, and keeps the model that is best for them.
 
     Args:
-      ratings: what `fr.data.load` returns, clients with the columns `item` and `rating`, or a file or name that
-        `fr.data.load` takes.
+      ratings: what `fr.data.load` returns, or a file or name that it takes; a data frame or a dict with the columns
+        `user`, `item` and `rating`; or `Clients` with the columns `item` (numbers from 0) and `rating`.
       dim: the length of the embeddings; 16 by default.
       **options: rounds, seed, fractions, out, callbacks and progress; see `TrainOptions`.
 
@@ -197,13 +208,12 @@ def train(
     return Recommender(*_train("ratings", _as_ratings(ratings), {"dim": dim}, options))
 
 
-def train_clicks(
-    clicks: Ratings | Clients | str | Path, *, dim: int | None = None, **options: Unpack[TrainOptions]
-) -> Recommender:
+def train_clicks(clicks: Any, *, dim: int | None = None, **options: Unpack[TrainOptions]) -> Recommender:
     """Train a recommender on clicks, plays or purchases, as `fedrecon train --task clicks` does.
 
     Args:
-      clicks: what `fr.data.load` returns, clients with the column `item`, or a file of users and items.
+      clicks: what `fr.data.load` returns, or a file of users and items; a data frame or a dict with the columns `user`
+        and `item`; or `Clients` with the column `item` (numbers from 0).
       dim: the length of the embeddings; by default as long as validation users need them, up to 1,024.
       **options: rounds, seed, fractions, out, callbacks and progress; see `TrainOptions`.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
-from fedrecon._src.algorithms.validation import check_reconstruction, features_of
+from fedrecon._src.algorithms.validation import check_reconstruction, check_values, features_of
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Needs, Packer, lengths_for
 from fedrecon._src.core.keys import client_keys
@@ -58,6 +58,7 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
         return jax.tree.map(lambda leaf: leaf[0], local)
     compiled_layout, run = _compile(algorithm)
     check_reconstruction(algorithm, examples)
+    check_values(algorithm, examples)
     needs = Needs(support_only(), algorithm.method.support_limit, columns=features_of(algorithm, examples))
     lengths = lengths_for(examples.max_size, needs)
     if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding

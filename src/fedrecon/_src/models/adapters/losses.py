@@ -64,7 +64,10 @@ LOSSES: dict[str, Values] = {
         _aligned(logits, labels), labels.astype(jnp.float32)
     ),
 }
-CLASS_LOSSES = ("cross_entropy", optax.softmax_cross_entropy_with_integer_labels)  # their labels may be class numbers
+CLASS_LOSSES = (  # their labels are class numbers, or probabilities
+    *("cross_entropy", "binary_cross_entropy"),
+    *(optax.softmax_cross_entropy_with_integer_labels, optax.sigmoid_binary_cross_entropy),
+)
 METRICS = {**LOSSES, "rmse": LOSSES["mse"], "accuracy": _accuracy, "perplexity": _cross_entropy}
 FINISH: dict[Any, Callable[[Any], Any]] = {"rmse": lambda mean: mean**0.5, "perplexity": math.exp}  # of the mean
 
