@@ -200,6 +200,12 @@ def test_an_existing_run_is_neither_replaced_nor_mixed_with_another(trained, tmp
     assert "is past round 5: it has done 8" in said(capsys)
     assert main(["train", "--resume", str(run), "--task", "clicks"]) == 2
     assert "--task: must be ratings, as in" in said(capsys)
+    config = tmp_path / "config.json"
+    config.write_text('{"seed": 4}')
+    assert main([*command, "--resume", str(run), "--config", str(config)]) == 2
+    assert "--seed: must stay 0" in said(capsys)
+    assert main([*command, "--resume", str(run), "--config", "none.json"]) == 2
+    assert "none.json is missing" in said(capsys)
     assert main([*command, "--resume", str(run), "--overwrite"]) == 2
     assert "`overwrite`" in said(capsys)
     assert (run / "run.json").read_bytes() == before
@@ -714,6 +720,7 @@ def test_help_and_refused_options_do_not_wait_for_jax():
         for command in ([], *([name] for name in COMMANDS)):
             codes = (main([*command, "--help"]), main([*command, "--no-such-option"]))
             assert main(["train", "x.csv", "--out", "y", "--model.dim", "0"]) == 2
+            assert main(["train", "x.csv", "--out", "y", "--config", "none.json"]) == 2
             heavy = {"jax", "numpy", "matplotlib", "optax"} & set(sys.modules)
             assert codes == (0, 2) and not heavy, (command, codes, heavy)
     """

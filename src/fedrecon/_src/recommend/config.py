@@ -43,6 +43,7 @@ from fedrecon._src.recommend.settings import (
 )
 from fedrecon._src.recommend.settings import Reading as Reading
 from fedrecon._src.recommend.settings import Scale as Scale
+from fedrecon._src.storage.atomic import StorageError, read_json
 
 HARMLESS = ("rounds", "evaluate_every", "checkpoint_every")  # may differ between a run and its continuation
 SPLIT = re.compile(r"(redrawn-)?(half|alternate|none|0?\.\d*[1-9]\d*)")
@@ -414,11 +415,9 @@ def to_json(config: Any) -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """Read the settings of a config file, or of the `run.json` of a run."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError("", None, f"cannot be read: {problem.strerror}", str(path)) from None
-    except (RecursionError, ValueError) as problem:  # too deep, not JSON, not UTF-8, or a number of thousands of digits
-        raise ConfigError("", None, f"is not valid JSON: {problem}", str(path)) from None
+        values = read_json(path)
+    except StorageError as problem:
+        raise ConfigError("", None, str(problem)) from None
     if isinstance(values, dict) and "config" in values:
         values = values["config"]
     if not isinstance(values, dict):

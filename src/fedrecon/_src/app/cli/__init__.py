@@ -152,17 +152,15 @@ def _sentence(problem: Exception) -> tuple[str, int]:
     if isinstance(problem, options.ConfigError) and not problem.source:
         return problem.describe(options.flag_of(problem.field)), 2
     from fedrecon._src.core.checks import install_hint
-    from fedrecon._src.data.sources import DataError
 
     if isinstance(problem, ImportError) and (hint := install_hint(problem)):
         return hint, 1
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
-    if isinstance(problem, DataError) and problem.fields:
-        flags = ", ".join(options.flag_of(f"data.{name}") for name in problem.fields)
-        return f"{problem} (options: {flags})", 1
     if isinstance(problem, ValueError):
-        return str(problem), 1
+        fields = getattr(problem, "fields", ())  # of a DataError, which is not imported: that would wait for JAX
+        flags = ", ".join(options.flag_of(f"data.{name}") for name in fields)
+        return str(problem) + (f" (options: {flags})" if flags else ""), 1
     if isinstance(problem, RecursionError):
         return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):

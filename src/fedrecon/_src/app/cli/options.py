@@ -115,7 +115,7 @@ class Base:
 def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tuple(PRESETS)) -> Config:
     """Return the settings that the options of a command build on.
 
-    They are those of the run to `--resume`, or those of `--config` on top of those of `--preset`, for a `--task`.
+    They are those of `--config` on top of those of the run to `--resume`, or of `--preset`, for a `--task`.
 
     Args:
       command: its name.
@@ -135,7 +135,10 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
     if task not in tasks:
         raise ConfigError("task", task, f"must be {' or '.join(tasks)} for fedrecon {command}")
     preset = preset_of(task, base.preset or "default")
-    return config_from_json(values, str(file), task, preset) if values else preset  # pydantic is slow to import
+    config = config_from_json(values, str(file), task, preset) if values else preset  # pydantic is slow to import
+    if base.config in (None, file):
+        return config
+    return config_from_json(read_config(base.config), str(base.config), task, config)
 
 
 def _parse_base(command: str, argv: Sequence[str]) -> Base:

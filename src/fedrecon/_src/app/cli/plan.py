@@ -101,6 +101,8 @@ def parse(argv: Sequence[str]) -> MakePlan:
     command = COMMANDS[default.task]
     required = {"words" if command is PlanText else "items": tyro.MISSING}
     args = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **required))
+    if getattr(args.settings.data, "titles", None) is not None:
+        raise options.UsageError("--titles is for one machine; in a plan, titles are a column of --items")
     if args.settings.sampling != default.sampling:
         raise options.UsageError("--sampling is for simulations; use --share, the participation rate of a node's users")
     if args.settings.patience != default.patience:
