@@ -1,6 +1,7 @@
 """Settings: what a config file may say, what is refused, what makes two runs the same."""
 
 import json
+import os
 
 import pytest
 
@@ -146,3 +147,9 @@ def test_only_what_changes_parameters_counts_as_a_difference():
 def test_errors_of_options_name_the_flag(options, flag, capsys):
     assert main(["train", "x.csv", "--out", "y", *options]) == 2
     assert f"fedrecon: {flag}: " in capsys.readouterr().err
+
+
+def test_a_config_file_is_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(ConfigError, match="must be a regular file"):
+        read_config(tmp_path / "run.json")
