@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 import fedrecon as fr
 from device_models import default_model
 from fedrecon._src.algorithms.algorithm import with_params
+from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy.device_rounds import DevicePace, Start, serve_devices
 from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
@@ -92,19 +93,28 @@ def ratings_of(number, items=400):
     }
 
 
-def simulate(bundle, start, people):
-    """Return the parameters after the rounds of a plan in which everybody takes part, by the simulator."""
+def simulate(bundle, start, people, states=None):
+    """Return the parameters after the rounds of a plan in which everybody takes part, by the simulator.
+
+    What clients keep goes to `states`, by name and path.
+    """
     examples = json.loads((bundle / "plan.json").read_text())["examples"]
     lengths, algorithm = fr.kit.Lengths(examples["support"], examples["query"]), start.algorithm
     state = with_params(algorithm.init(fr.kit.run_keys(SEED).init), start.params)
     first = next(iter(people.values()))
     columns = {name: np.concatenate([person[name] for person in people.values()]) for name in first}
     owners = np.repeat(list(people), [len(person[next(iter(first))]) for person in people.values()])
-    clients = fr.Clients.from_columns(columns, client=owners)
+    clients, kept = fr.Clients.from_columns(columns, client=owners), None
+    if algorithm.method.init_client is not None:
+        keys = fr.kit.client_keys(jax.random.key(0), clients.identities())  # the seed of a bundle
+        kept = algorithm.method.init_client(start.params, keys)
     for number in range(read_served_plan(bundle).rounds):
         key = fr.kit.round_key(SEED, number)
-        total = fr.kit.client_total(algorithm, algorithm.message(state), clients, key, lengths=lengths).total
+        total, kept = fr.kit.client_total(algorithm, algorithm.message(state), clients, key, kept, lengths=lengths)
         state = fr.kit.server_update(algorithm, state, [total], key)
+    if states is not None:
+        leaves = flatten(kept)[0]
+        states |= {name: {path: leaf[k] for path, leaf in leaves.items()} for k, name in enumerate(clients.names)}
     return algorithm.params(state)
 
 

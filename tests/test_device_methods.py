@@ -1,6 +1,9 @@
 """Models and methods on a device: for each kind, a round on ONNX Runtime adds to the sum what the simulator adds."""
 
+import json
 import os
+import subprocess
+from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -23,10 +26,12 @@ from fedrecon._src.device.export import wide
 from fedrecon._src.device.update_graph import DevicePlan, UpdateGraph
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon.device import ExportError
+from fedrecon_device import check
 from fedrecon_device.graphs import Graph
 from fedrecon_device.keys import client_key
 from fedrecon_device.training import lay_out, pack_examples
 
+WEB = Path(__file__).parent / "web"
 SIZES = {"ann": 1, "bo": 2, "cy": 7, "dee": 12}
 SEED, MOST, ITEMS = 3, 12, 30
 
@@ -264,3 +269,22 @@ def test_an_operation_without_translation_is_named():
     update = UpdateGraph(algorithm, wide(ratings(np.random.default_rng(0), 5)), MOST, lambda columns: columns)
     with pytest.raises(ExportError, match="'eigh'"):
         update.graph()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text, embeddings of buckets", "text, output bias", "FedPer", "Ditto"])
+def test_the_training_vectors_of_a_bundle_are_computed_in_python_and_in_node(kind, tmp_path):
+    """Of methods that keep something on the client, over two rounds."""
+    make, examples = KINDS[kind]
+    algorithm, like = make(), wide(examples(np.random.default_rng(0), 20))
+    folder = fr.device.bundle(algorithm, trained(algorithm), tmp_path / "b", like=like, most=MOST, train=True)
+    rounds = 2 if kind in ("FedPer", "Ditto") else 1
+    assert check(folder).vectors == 12
+    plan = json.loads((folder / "plan.json").read_text())
+    assert bool(plan["state"]) == (rounds == 2)
+    if not (WEB / "node_modules").is_dir():
+        pytest.skip("needs node and its packages: make test-web")
+    command = ["node", "training_vectors.mjs", str(folder)]
+    result = json.loads(subprocess.run(command, cwd=WEB, capture_output=True, text=True, check=True).stdout)
+    assert (result["cases"], result["rounds"]) == (6, 6 * rounds)
+    assert max(result["worst"], result["worstState"]) <= 1e-5

@@ -75,23 +75,31 @@ def _sent(bundle: Bundle, about: Mapping[str, Any]) -> np.ndarray:
 def _update_difference(
     bundle: Bundle, trainer: Trainer, message: Mapping[str, np.ndarray], case: Mapping[str, Any]
 ) -> float:
-    """Run one test vector of training; return its largest difference, integers apart."""
-    key: Any = tuple(case["round_key"])
+    """Run the rounds of one test vector of training; return the largest difference, integers apart."""
     about = trainer.plan["examples"]["columns"]
     columns = {name: np.asarray(case["examples"][name], column["dtype"]) for name, column in about.items()}
-    vector, state = trainer.update(message, key, case["name"], columns)
-    where = f"training vector {case['name']!r}"
-    of_state = [_difference(state[path], promised, f"{where}, {path!r}") for path, promised in case["state"].items()]
-    worst = max(of_state, default=0.0)
+    state, worst = None, 0.0
+    for number, promised in enumerate(case["rounds"]):
+        key: Any = tuple(promised["key"])
+        vector, state = trainer.update(message, key, case["name"], columns, state)
+        where = f"training vector {case['name']!r}, round {number}"
+        for path, leaf in promised["state"].items():
+            worst = max(worst, _difference(state[path], leaf, f"{where}, {path!r}"))
+        worst = max(worst, _vector_difference(vector, promised["vector"], where))
+    return worst
+
+
+def _vector_difference(vector: np.ndarray, promised: Mapping[str, Any], where: str) -> float:
+    """Compare what a device sends; integers may differ by a step, which counts as no difference."""
     if vector.dtype == np.float32:
-        return max(worst, _difference(vector, case["vector"], where))
-    places = np.asarray(case["vector"].get("at", range(vector.size)), np.int64)
-    steps = vector.view(np.int32)[places].astype(np.int64) - np.asarray(case["vector"]["values"], np.int64)
-    if [vector.size] != case["vector"]["shape"] or np.max(np.abs(steps), initial=0) > STEPS:
+        return _difference(vector, promised, where)
+    places = np.asarray(promised.get("at", range(vector.size)), np.int64)
+    steps = vector.view(np.int32)[places].astype(np.int64) - np.asarray(promised["values"], np.int64)
+    if [vector.size] != promised["shape"] or np.max(np.abs(steps), initial=0) > STEPS:
         raise BundleError(
             f"{where} differs from what JAX gave by {np.max(np.abs(steps))} steps; at most {STEPS} may be"
         )
-    return worst
+    return 0.0
 
 
 def _differences(bundle: Bundle, case: Mapping[str, Any]) -> float:

@@ -17,6 +17,7 @@ from fedrecon._src.algorithms.rounds import as_clients, client_total, total_shap
 from fedrecon._src.algorithms.saving import digest
 from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, Packer, lengths_for, row_capacity
 from fedrecon._src.core.factories import RecipeError, recipe_of
 from fedrecon._src.core.keys import client_keys, round_key, run_keys, words_of
@@ -282,6 +283,8 @@ class UpdateGraph:
     def vectors(self, params: Params, seed: int) -> dict[str, Any]:
         """Return test vectors of training: a message, and what the simulator makes of made-up people's examples.
 
+        Of methods that keep something on a client there are two rounds.
+
         Args:
           params: the global parameters of the message, as the bundle has them.
           seed: of the rounds.
@@ -290,32 +293,26 @@ class UpdateGraph:
         message = algorithm.message(with_params(algorithm.init(run_keys(seed).init), params))
         cases = []
         for number, (name, columns) in enumerate(draws(self._like, self._most).items()):
-            key = round_key(seed, number)
             columns = {feature: column[-self._most :] for feature, column in columns.items()}
             prepared = {feature: np.asarray(column) for feature, column in self._prepare(columns).items()}
-            result = client_total(
-                algorithm, message, prepared, key, self._states(params, name, seed), client=name, lengths=self.lengths
-            )
-            vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(result.total)])
-            cases.append(
-                {
-                    "name": name,
-                    "round_key": words_of(key).tolist(),
-                    "examples": plain(columns),
-                    "vector": promised(vector),
-                    "state": {path: promised(leaf[0]) for path, leaf in flatten(result.client_state)[0].items()},
-                }
-            )
+            state, rounds = self._states(params, as_clients(prepared, name), seed), []
+            for key in [round_key(seed, number), round_key(seed, number + 1)][: 1 if state is None else 2]:
+                result = client_total(algorithm, message, prepared, key, state, client=name, lengths=self.lengths)
+                vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(result.total)])
+                state = result.client_state
+                leaves = {path: promised(leaf[0]) for path, leaf in flatten(state)[0].items()}
+                rounds.append({"key": words_of(key).tolist(), "vector": promised(vector), "state": leaves})
+            cases.append({"name": name, "examples": plain(columns), "rounds": rounds})
         leaves = {f"message/{path}": np.asarray(leaf) for path, leaf in flatten(message)[0].items()}
         tables = flatten(params)[0]
         return {"message": {name: _referred(name, leaf, tables) for name, leaf in leaves.items()}, "cases": cases}
 
-    def _states(self, params: Params, name: str, seed: int) -> Any:
-        """Return what a client keeps before its first round; None if it keeps nothing."""
+    def _states(self, params: Params, clients: Clients, seed: int) -> Any:
+        """Return what clients keep before their first round; None if they keep nothing."""
         init_client = self._algorithm.method.init_client
         if init_client is None:
             return None
-        return init_client(params, client_keys(jax.random.key(seed), as_clients({}, name).identities()))
+        return init_client(params, client_keys(jax.random.key(seed), clients.identities()))
 
 
 def _recipe(aggregator: Aggregator) -> Any:
