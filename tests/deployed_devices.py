@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 import fedrecon as fr
+from deployed import deployed
 from device_models import default_model
 from fedrecon._src.algorithms.algorithm import with_params
 from fedrecon._src.core.pytrees import flatten
@@ -23,12 +24,13 @@ from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service
+from fedrecon._src.deploy.memory import Memory
 from fedrecon._src.deploy.node_keys import Verifier, public_bytes
 from fedrecon._src.device.model_bundle import _ratings_parts
 from fedrecon._src.device.web_page import page_files
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, read_sum_plan
 from fedrecon._src.recommend.tasks import build_algorithm
-from fedrecon.deploy import issue_token
+from fedrecon.deploy import InProcess, Node, issue_token, plan_for
 
 ROOT = Path(__file__).parent.parent
 WEB, SCRIPTS = ROOT / "tests" / "web", ROOT / "src-device" / "fedrecon_device" / "web"
@@ -37,23 +39,46 @@ SECRET, HELPER, COORDINATOR = bytes(range(32)), X25519PrivateKey.generate(), Ed2
 LEAST, ROUNDS, SEED, MOST = 3, 2, 5, 50
 
 
-def make_bundle(folder):
-    """Write a bundle that trains over two servers, with its page; return it and what training starts with."""
+TWO_SERVERS = {"max_weight": 100.0, "protocol": "two-servers", "bits": 24}
+
+
+def make_bundle(folder, aggregate=None, fresh=False):
+    """Write a bundle of the default recipe that trains, with its page; return it and what training starts with.
+
+    Args:
+      folder: to write.
+      aggregate: how uploads are added up; by default through two servers.
+      fresh: whether parameters are those with which the algorithm begins, not of a model as if trained.
+    """
     saved = default_model(low=0.5, high=5.0)
-    aggregate = fr.aggregators.secure(5.0, clients=100, max_weight=100.0, protocol="two-servers", bits=24)
+    aggregate = aggregate or fr.aggregators.secure(5.0, clients=100, **TWO_SERVERS)
     algorithm = build_algorithm(saved.config, saved.algorithm.model, ROUNDS, aggregate)
+    params = algorithm.params(algorithm.init(fr.kit.run_keys(SEED).init)) if fresh else saved.params
+    params = jax.tree.map(np.asarray, params)
     legend, like = _ratings_parts(saved, MOST, None)
-    helper = HELPER.public_key().public_bytes_raw().hex()
+    helper = None if aggregate.ring is None else HELPER.public_key().public_bytes_raw().hex()
     bundle = fr.device.bundle(
         algorithm,
-        saved.params,
+        params,
         folder,
         like=like,
         most=MOST,
         legend=legend._replace(page=partial(page_files, vendor=RUNTIME)),
         train=fr.device.DevicePlan(rounds=ROUNDS, least=LEAST, helper=helper, reports_per_day=50),
     )
-    return bundle, Start(algorithm, saved.params, lambda folder, params: None)
+    return bundle, Start(algorithm, params, lambda folder, params: None)
+
+
+@contextlib.contextmanager
+def helping(bundle, folder):
+    """Run a helper, and yield the coordinator's connection to it."""
+    folder.mkdir(parents=True)
+    helper, verifier = Helper(read_sum_plan(bundle), HELPER, folder), {public_bytes(COORDINATOR): "coordinator"}
+    with (
+        run_service(HelperApi(helper, Verifier(verifier)), ("127.0.0.1", 0), None) as port,
+        contextlib.closing(Connection(f"http://127.0.0.1:{port}", COORDINATOR, None)) as connection,
+    ):
+        yield connection
 
 
 @contextlib.contextmanager
@@ -61,8 +86,6 @@ def coordinating(bundle, start, folder, reports=LEAST):
     """Train over devices; yields the coordinator's address and a list that gets its result, or what it raised."""
     plan, results = read_served_plan(bundle), []
     api = DeviceApi(plan, SECRET, retry=0.2)
-    helper = Helper(read_sum_plan(bundle), HELPER, folder / "helper")
-    verifier = Verifier({public_bytes(COORDINATOR): "coordinator"})
     pace = DevicePace(reports, 60, 60, 0.2)
 
     def train(connection):
@@ -72,10 +95,7 @@ def coordinating(bundle, start, folder, reports=LEAST):
             results.append(error)
 
     with contextlib.ExitStack() as stack:
-        (folder / "helper").mkdir(parents=True)
-        port = stack.enter_context(run_service(HelperApi(helper, verifier), ("127.0.0.1", 0), None))
-        connection = Connection(f"http://127.0.0.1:{port}", COORDINATOR, None)
-        stack.callback(connection.close)
+        connection = None if plan.sums is None else stack.enter_context(helping(bundle, folder / "helper"))
         port = stack.enter_context(run_service(api, ("127.0.0.1", 0), None))
         thread = threading.Thread(target=train, args=[connection])
         thread.start()
@@ -93,6 +113,25 @@ def ratings_of(number, items=400):
     }
 
 
+def clients_of(people):
+    """Return people as clients of the simulator."""
+    first = next(iter(people.values()))
+    columns = {name: np.concatenate([person[name] for person in people.values()]) for name in first}
+    owners = np.repeat(list(people), [len(person[next(iter(first))]) for person in people.values()])
+    return fr.Clients.from_columns(columns, client=owners)
+
+
+def train_on_silos(algorithm, people, folder):
+    """Return the parameters after the rounds of a plan whose nodes have one or two of the people each."""
+    everybody = clients_of(people)
+    plan = plan_for(algorithm, everybody, rounds=ROUNDS, fractions=(1.0, 0.0, 0.0), max_examples=MOST, seed=SEED)
+    nodes = {}
+    for number, silo in enumerate((everybody.take(np.arange(1)), everybody.take(np.arange(1, len(people))))):
+        read = partial(lambda silo, plan: plan.split_clients(silo), silo)
+        nodes[number] = Node(read, lambda plan: True, algorithm=algorithm, memory=Memory(None)).handle
+    return deployed(plan, InProcess(nodes), folder).params
+
+
 def simulate(bundle, start, people, states=None):
     """Return the parameters after the rounds of a plan in which everybody takes part, by the simulator.
 
@@ -101,10 +140,7 @@ def simulate(bundle, start, people, states=None):
     examples = json.loads((bundle / "plan.json").read_text())["examples"]
     lengths, algorithm = fr.kit.Lengths(examples["support"], examples["query"]), start.algorithm
     state = with_params(algorithm.init(fr.kit.run_keys(SEED).init), start.params)
-    first = next(iter(people.values()))
-    columns = {name: np.concatenate([person[name] for person in people.values()]) for name in first}
-    owners = np.repeat(list(people), [len(person[next(iter(first))]) for person in people.values()])
-    clients, kept = fr.Clients.from_columns(columns, client=owners), None
+    clients, kept = clients_of(people), None
     if algorithm.method.init_client is not None:
         keys = fr.kit.client_keys(jax.random.key(0), clients.identities())  # the seed of a bundle
         kept = algorithm.method.init_client(start.params, keys)
@@ -118,10 +154,10 @@ def simulate(bundle, start, people, states=None):
     return algorithm.params(state)
 
 
-def assert_equal(params, expected):
-    """Compare parameters to the bit."""
+def assert_equal(params, expected, tolerance=0.0):
+    """Compare parameters, to the bit by default."""
     for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(other), rtol=0, atol=tolerance)
 
 
 def record_of(name):

@@ -7,20 +7,25 @@ import shutil
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import fedrecon as fr
 from deployed_devices import (
     LEAST,
     ROUNDS,
     RUNTIME,
     SECRET,
+    SEED,
     assert_equal,
+    clients_of,
     coordinating,
     make_bundle,
     page_server,
     ratings_of,
-    simulate,
+    run_node,
+    train_on_silos,
 )
 from fedrecon_device.files import manifest_bytes
 
@@ -88,14 +93,17 @@ def kept(page):
     return json.loads(page.evaluate(f"localStorage.getItem({ENTRY!r})"))
 
 
-def test_three_browsers_train_as_the_simulator_does(bundled, person, tmp_path):
-    bundle, start = bundled
-    people = [ratings_of(k) for k in range(LEAST)]
+@pytest.mark.parametrize("sums", ["ring", "floats"])
+def test_simulation_silos_node_and_browsers_train_one_model(sums, person, tmp_path):
+    """Integers of a ring add up exactly, so parameters are equal to the bit; sums of floats agree to 1e-5."""
+    aggregate = None if sums == "ring" else fr.aggregators.mean(clip_norm=5.0)
+    bundle, start = make_bundle(tmp_path / "bundle", aggregate, fresh=True)
+    examples = [ratings_of(k) for k in range(LEAST)]
     with (
-        coordinating(bundle, start, tmp_path) as (server, results),
+        coordinating(bundle, start, tmp_path / "chromium") as (server, results),
         page_server().PageServer(bundle, server, SECRET) as site,
     ):
-        pages = [person(site.address, columns) for columns in people]
+        pages = [person(site.address, columns) for columns in examples]
         for page in pages:
             assert not page.is_checked("#share")  # off until somebody turns it on
             page.check("#share")
@@ -105,10 +113,20 @@ def test_three_browsers_train_as_the_simulator_does(bundled, person, tmp_path):
                 page,
                 "![...document.querySelectorAll('#sent li')].some((li) => !li.textContent.includes('received'))",
             )
-        names = [kept(page)["participation"]["name"] for page in pages]
-    assert_equal(results[0].params, simulate(bundle, start, dict(zip(names, people, strict=True))))
+        people = {kept(page)["participation"]["name"]: columns for page, columns in zip(pages, examples, strict=True)}
+    in_browsers = results[0].params
     assert pages[0].inner_text("#sent li:first-child").count("·") == 4
     assert [page.problems for page in pages] == [[], [], []]
+
+    with coordinating(bundle, start, tmp_path / "node") as (server, results):
+        process = run_node(bundle, server, people, tmp_path)
+    assert json.loads(process.stdout) == {"devices": LEAST, "reports": LEAST * ROUNDS}, process.stderr
+    on_silos = train_on_silos(start.algorithm, people, tmp_path / "silos")
+    simulated = fr.train(start.algorithm, clients_of(people), rounds=ROUNDS, clients_per_round=LEAST, seed=SEED).params
+    before = jax.tree.leaves(start.params)
+    assert max(np.abs(leaf - old).max() for leaf, old in zip(jax.tree.leaves(simulated), before, strict=True)) > 1e-3
+    for params in (on_silos, results[0].params, in_browsers):
+        assert_equal(params, simulated, 0 if sums == "ring" else 1e-5)
 
 
 def test_a_person_is_one_device_in_all_tabs_until_they_leave(bundled, person, tmp_path):

@@ -300,8 +300,8 @@ class UpdateGraph:
                 result = client_total(algorithm, message, prepared, key, state, client=name, lengths=self.lengths)
                 vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(result.total)])
                 state = result.client_state
-                leaves = {path: promised(leaf[0]) for path, leaf in flatten(state)[0].items()}
-                rounds.append({"key": words_of(key).tolist(), "vector": promised(vector), "state": leaves})
+                stored = {path: promised(leaf[0]) for path, leaf in flatten(state)[0].items()}
+                rounds.append({"key": words_of(key).tolist(), "vector": promised(vector), "state": stored})
             cases.append({"name": name, "examples": plain(columns), "rounds": rounds})
         leaves = {f"message/{path}": np.asarray(leaf) for path, leaf in flatten(message)[0].items()}
         tables = flatten(params)[0]
