@@ -23,8 +23,8 @@ from starlette.routing import Route
 
 from fedrecon._src.deploy import certificates, node_keys
 from fedrecon._src.deploy.devices import DeviceApi, OpenRound, ServedPlan
-from fedrecon._src.deploy.http_server import Api, Limits, Service, Tls, run_server, run_service
-from fedrecon._src.deploy.tasks import TaskBoard
+from fedrecon._src.deploy.http_server import Limits, Service, Tls, run_server, run_service
+from fedrecon._src.deploy.tasks import Api, TaskBoard
 from fedrecon._src.deploy.tokens import issue_token
 from fedrecon._src.privacy.secure_sum.two_servers import Spool
 

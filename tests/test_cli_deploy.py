@@ -276,7 +276,7 @@ def serving(words, grid, monkeypatch, capsys):
     def within(*args, **options):
         yield Both(grid), SimpleNamespace(problems={})
 
-    monkeypatch.setattr("fedrecon._src.deploy.http_server.serve_tasks", within)
+    monkeypatch.setattr("fedrecon._src.deploy.tasks.serve_tasks", within)
     code = main(["serve", *map(str, words), "--insecure", "--min-nodes", "3"])
     return code, capsys.readouterr().out
 

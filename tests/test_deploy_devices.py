@@ -7,6 +7,8 @@ import hmac
 import json
 import math
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -20,7 +22,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from jsonschema import validate
 
 import fedrecon as fr
+from deployed import free_port
 from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.app.cli import main
 from fedrecon._src.core.factories import recipe_of
 from fedrecon._src.deploy import device_rounds, tokens
 from fedrecon._src.deploy.device_rounds import DevicePace, serve_devices
@@ -176,12 +180,21 @@ def test_settings_of_tokens_that_make_no_sense_are_refused():
             issue_token(secret, device, seconds)
 
 
-def test_a_device_may_not_flood(opened):
+def test_a_device_may_not_flood_whatever_its_number_of_tokens(opened):
     http, _ = opened
-    statuses = [http.call("GET", "/v1/plan").status_code for _ in range(40)]
+    several = [issue_token(SECRET, "device-0", seconds) for seconds in (60, 600, 6000)]
+    statuses = [http.call("GET", "/v1/plan", token=several[k % 3]).status_code for k in range(40)]
     assert statuses[:30] == [200] * 30
     assert 429 in statuses
     assert http.call("GET", "/v1/plan", "another").status_code == 200
+
+
+def test_a_budget_of_requests_fills_up_again():
+    budgets = tokens.Budgets(per_second=20.0, burst=2.0)
+    assert [budgets.spend("a") for _ in range(3)] == [True, True, False]
+    assert budgets.spend("b")
+    time.sleep(0.06)  # worth one request
+    assert [budgets.spend("a") for _ in range(2)] == [True, False]
 
 
 # ---- reports ----
@@ -265,10 +278,11 @@ def test_a_device_reports_so_often_a_day(tmp_path):
     for number in range(3):
         with contextlib.closing(Spool(tmp_path / f"spool-{number}", plan.report_bytes)) as spool:
             api.open_round(OpenRound(number, bytes(16), b"broadcast", spool, 3, time.monotonic() + 60))
-            response = http.call("GET", "/v1/check-in")
+            token = issue_token(SECRET, "device-0", 60 + number)  # a new one does not help
+            response = http.call("GET", "/v1/check-in", token=token)
             assert response.status_code == (200 if number < 2 else 204)
             ticket = response.json()["ticket"] if number < 2 else api._ticket(2, "device-0")
-            response = http.call("PUT", f"/v1/rounds/{number}/reports/{ticket}", data=data)
+            response = http.call("PUT", f"/v1/rounds/{number}/reports/{ticket}", data=data, token=token)
             assert response.status_code == (201 if number < 2 else 429)
 
 
@@ -529,6 +543,30 @@ def test_only_the_registered_coordinator_asks_the_helper(plan, tmp_path):
         ]:
             with connect(port, key) as connection, pytest.raises(Exception, match=message):
                 connection.post(path, b"", 100)
+
+
+HELPER_PROGRAM = """
+import sys
+from fedrecon.__main__ import main
+code = main(sys.argv[1:])
+print(code, sorted({"jax", "optax", "pyarrow", "scipy", "onnxruntime"} & set(sys.modules)))
+"""
+
+
+def test_a_helper_starts_without_jax(plan, tmp_path):
+    """It is a small process of another operator, which knows nothing about models."""
+    assert main(["keys", str(tmp_path / "helper-keys"), "--helper"]) == 0
+    assert main(["keys", str(tmp_path / "keys"), "--nodes", "coordinator"]) == 0
+    about = json.loads((tmp_path / "bundle" / "plan.json").read_text())
+    about["sum"]["helper"] = (tmp_path / "helper-keys" / "helper.pub").read_text().strip()
+    (tmp_path / "plan.json").write_text(json.dumps(about))
+    words = ["helper", tmp_path / "plan.json", "--key", tmp_path / "helper-keys" / "helper.key", "--state", tmp_path]
+    words += ["--coordinator", tmp_path / "keys" / "nodes" / "coordinator.pub", "--keys", tmp_path / "helper-keys"]
+    command = [sys.executable, "-c", HELPER_PROGRAM, *map(str, words), "--listen", f"127.0.0.1:{free_port()}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert "sums of 3 reports or more" in process.stdout.readline()
+        process.terminate()
+        assert process.communicate(timeout=60)[0] == "0 []\n"
 
 
 def test_what_is_not_a_helper_is_named(plan):

@@ -15,10 +15,10 @@ from jsonschema import validate
 
 from deployed import config_of, plan_of
 from fedrecon._src.deploy import node_keys, tasks
-from fedrecon._src.deploy.http_server import Api, Limits
+from fedrecon._src.deploy.http_server import Limits
 from fedrecon._src.deploy.messages import Envelope
 from fedrecon._src.deploy.node_keys import FIELDS, SignatureError, Verifier, public_bytes, sign_request
-from fedrecon._src.deploy.tasks import TaskBoard
+from fedrecon._src.deploy.tasks import Api, TaskBoard
 from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.recommend.config import Data, Reconstruct
 

@@ -15,11 +15,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from deployed import ITEMS, Processes, config_of, files_of, free_port, node_of, plan_of, simulated
-from fedrecon._src.deploy import certificates, http_client, http_server
+from fedrecon._src.deploy import certificates, http_client, tasks
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
-from fedrecon._src.deploy.http_server import Limits, Tls, serve_tasks
+from fedrecon._src.deploy.http_server import Limits, Tls
 from fedrecon._src.deploy.messages import Envelope, unpack
 from fedrecon._src.deploy.node_keys import read_private_key, read_registry
+from fedrecon._src.deploy.tasks import serve_tasks
 from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon.deploy import Plan
@@ -267,7 +268,7 @@ def test_errors_that_last_end_with_a_sentence(keys, tmp_path):
 
 def test_a_node_waits_for_a_server_that_is_not_there_yet_and_comes_back_to_it(keys, monkeypatch):
     monkeypatch.setattr(http_client, "LAST_PAUSE", 0.2)
-    monkeypatch.setattr(http_server, "RETRY_SECONDS", 2)
+    monkeypatch.setattr(tasks, "RETRY_SECONDS", 2)
     port, said = free_port(), []
     connection = connect(port, keys, insecure=True)
     thread = threading.Thread(target=answer_once, args=(connection,), kwargs={"say": said.append})
@@ -287,7 +288,7 @@ def test_a_node_waits_for_a_server_that_is_not_there_yet_and_comes_back_to_it(ke
 @pytest.mark.slow
 def test_a_hundred_nodes_complete_a_round_without_leaks(monkeypatch):
     """Nodes in threads, over loopback: every round gets all reports, and messages are dropped after it."""
-    monkeypatch.setattr(http_server, "RETRY_SECONDS", 0)  # nodes end when the server does
+    monkeypatch.setattr(tasks, "RETRY_SECONDS", 0)  # nodes end when the server does
     stop, count, rounds = threading.Event(), 100, 20
     with serving(connections=2 * count) as (port, board, api):
 

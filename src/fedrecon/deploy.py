@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what editors and the reference read; Python imports them be
     from fedrecon._src.deploy.http_client import run_node as run_node
     from fedrecon._src.deploy.http_server import Limits as Limits
     from fedrecon._src.deploy.http_server import Tls as Tls
-    from fedrecon._src.deploy.http_server import serve_tasks as serve_tasks
+    from fedrecon._src.deploy.tasks import serve_tasks as serve_tasks
 
 
 def __getattr__(name: str) -> Any:
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(http_client, name)
     if name in ("Limits", "Tls", "serve_tasks"):
-        from fedrecon._src.deploy import http_server
+        from fedrecon._src.deploy import tasks
 
-        return getattr(http_server, name)
+        return getattr(tasks, name)
     raise AttributeError(name)

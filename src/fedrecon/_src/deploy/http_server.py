@@ -1,12 +1,7 @@
-"""The coordinator's side of the protocol: an ASGI application over a board of tasks, served by uvicorn in a thread.
+"""HTTPS with bounds: what all servers of a deployment share, served by uvicorn in a thread.
 
-    GET /v1/plan                         the plan, by its digest
-    GET /v1/check-in?wait=SECONDS        204 with Retry-After, or a task: round, broadcast, size, ticket, seconds
-    GET /v1/broadcasts/{sha256}          a task's message; immutable
-    PUT /v1/rounds/{n}/reports/{ticket}  the answer; 201, or 200 if it was received before
-
-Every request is signed (`node_keys`). A request that is refused gets a JSON problem (RFC 9457), is counted by its kind
-and has no effect on the round. Everything is bounded before it is read.
+A request that is refused gets a JSON problem (RFC 9457), is counted by its kind and has no effect. Everything is
+bounded before it is read.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -38,13 +33,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedrecon._src.deploy.node_keys import SignatureError, Verifier
-from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.tasks import TaskBoard
 
 log = logging.getLogger(__name__)
-MAX_WAIT = 25.0  # seconds of a long poll
 KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
-RETRY_SECONDS = 5  # until a node that is not to wait checks in again
 STATUS = {"too-many": 429}  # of signature problems; all others are 401
 IMMUTABLE = "private, max-age=31536000, immutable"
 
@@ -206,125 +197,12 @@ def round_number(request: Request) -> int:
     return int(number)
 
 
-class Api(Service):
-    """The four endpoints over a board of tasks."""
-
-    def __init__(self, plan: Plan, board: TaskBoard, verifier: Verifier, limits: Limits):
-        """Serve a plan and the tasks of a board."""
-        self.plan, self.board, self.verifier = plan, board, verifier
-        self._waiting: dict[int, asyncio.Event] = {}  # by node
-        self._uploading: set[int] = set()
-        self._closing = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        board.wake = self._wake
-        routes = [
-            Route("/v1/plan", self.get_plan),
-            Route("/v1/check-in", self.check_in),
-            Route("/v1/broadcasts/{digest}", self.get_broadcast),
-            Route("/v1/rounds/{number}/reports/{ticket}", self.put_report, methods=["PUT"]),
-        ]
-        super().__init__(limits, routes)
-
-    def _wake(self, node: int) -> None:
-        """Tell a waiting node, from the thread of the round loop, that it has a task."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: self._waiting[node].set() if node in self._waiting else None)
-
-    def close(self) -> None:
-        """Answer all waiting check-ins; later ones do not wait."""
-        self._closing = True
-        for node in list(self._waiting):
-            self._wake(node)
-
-    def _authenticate(self, request: Request) -> tuple[int, str]:
-        """Return the node that signed a request, and the digest of its body."""
-        key, digest = authenticate(self.verifier, request)
-        return self.board.number_of(key), digest
-
-    async def get_plan(self, request: Request) -> Response:
-        """Return the plan."""
-        self._authenticate(request)
-        return immutable_response(request, self.plan.content, self.plan.digest, "application/json")
-
-    async def check_in(self, request: Request) -> Response:
-        """Return a node's next task, or wait for one."""
-        node, _ = self._authenticate(request)
-        self._loop = asyncio.get_running_loop()
-        wait = _seconds(request.query_params.get("wait", "0"))
-        task = self.board.next_task(node)
-        if task is None and wait and not self._closing:
-            await self._await_task(request, node, wait)
-            task = self.board.next_task(node)
-        if task is not None:
-            return JSONResponse(dataclasses.asdict(task), headers={"Cache-Control": "no-store"})
-        pause = RETRY_SECONDS if self._closing or not wait else 0
-        return Response(status_code=204, headers={"Retry-After": str(pause)})
-
-    async def _await_task(self, request: Request, node: int, seconds: float) -> None:
-        if node in self._waiting:  # an earlier connection of this node: the newest counts
-            self._waiting[node].set()
-        arrived = self._waiting[node] = asyncio.Event()
-
-        async def disconnect() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        waits = [asyncio.create_task(arrived.wait()), asyncio.create_task(disconnect())]
-        self.board.begin_poll(node)
-        lost = False
-        try:
-            if self.board.next_task(node) is None:  # it may have come before `arrived` was there to be set
-                done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                lost = waits[1] in done
-        finally:
-            for wait in waits:
-                wait.cancel()
-            if self._waiting.get(node) is arrived:
-                del self._waiting[node]
-            self.board.end_poll(node, lost)
-
-    async def get_broadcast(self, request: Request) -> Response:
-        """Return the message of a task."""
-        node, _ = self._authenticate(request)
-        digest = request.path_params["digest"]
-        data = self.board.message(node, digest)
-        if data is None:
-            raise RequestError(404, "no-broadcast", "this node has no task with such a broadcast")
-        return immutable_response(request, data, digest, "application/octet-stream")
-
-    async def put_report(self, request: Request) -> Response:
-        """Take a report."""
-        node, digest = self._authenticate(request)
-        number, ticket = round_number(request), request.path_params["ticket"]
-        state = self.board.state(node, number, ticket)
-        if state == "open":
-            if node in self._uploading:
-                raise RequestError(429, "too-many", "this node is sending a report already", **{"Retry-After": "1"})
-            self._uploading.add(node)
-            try:
-                data = await self.read_signed_body(request, digest)
-            finally:
-                self._uploading.discard(node)
-            state = self.board.report(node, number, ticket, data)
-        if state == "forged":
-            raise RequestError(404, state, "the coordinator gave this node no such ticket")
-        if state == "expired":
-            raise RequestError(410, state, "the task is over: the round was closed, or its deadline has passed")
-        return Response(status_code=201 if state == "open" else 200)
-
-
 def immutable_response(request: Request, data: bytes, digest: str, media_type: str) -> Response:
     """Return bytes that never change under their digest; nothing if the client has them."""
     headers = {"ETag": f'"{digest}"', "Cache-Control": IMMUTABLE}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(data, headers=headers, media_type=media_type)
-
-
-def _seconds(text: str) -> float:
-    if not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise RequestError(400, "bad-wait", "`wait` must be a whole number of seconds")
-    return min(float(text), MAX_WAIT)
 
 
 class ConnectionBounds:
@@ -471,26 +349,3 @@ def run_service(service: Service, address: tuple[str, int], tls: Tls | None) -> 
         yield port
     if service.problems:
         log.info("refused requests: %s", json.dumps(dict(service.problems)))
-
-
-@contextlib.contextmanager
-def serve_tasks(
-    plan: Plan, address: tuple[str, int], tls: Tls | None, keys: Mapping[bytes, str] | None, limits: Limits
-) -> Iterator[tuple[TaskBoard, Api]]:
-    """Serve a board of tasks over HTTPS in a thread; on leaving, answer what is under way and stop.
-
-    Args:
-      plan: the plan that nodes may fetch.
-      address: host and port to listen on.
-      tls: certificates; None for no encryption.
-      keys: the names of nodes by their public keys; None to admit any key.
-      limits: what a client may ask for.
-
-    Raises:
-      OSError: the address cannot be used.
-    """
-    verifier = Verifier(keys)
-    board = TaskBoard(verifier.name)
-    api = Api(plan, board, verifier, limits)
-    with run_service(api, address, tls) as api.port:
-        yield board, api

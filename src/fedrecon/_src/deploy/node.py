@@ -171,7 +171,10 @@ class Node:
                 )
             if not self._accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
-        number = node_keys.number_in_plan(plan, self._key, self._trusted)
+        try:
+            number = node_keys.number_in_plan(plan, self._key, self._trusted)
+        except ValueError as error:
+            raise Failure("not_accepted", str(error)) from None
         holding = self._read(plan)
         users = plan.view(holding.users)
         for part in users:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.deploy.messages import Failure
-from fedrecon._src.deploy.plan import Plan, PlanError
 from fedrecon._src.deploy.tokens import Budgets
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedrecon._src.deploy.plan import Plan
 
 MAX_CLOCK_SKEW = 300.0  # seconds between the clocks of a node and the coordinator
 NO_EPOCH = "0" * 32  # of a node that has not heard from its server yet
@@ -63,11 +63,11 @@ def read_public_keys(folder: Path) -> tuple[str, ...]:
     """Read the public keys in a folder, or the one in a file, one line each, as a plan lists them.
 
     Raises:
-      PlanError: there are none, or one cannot be read.
+      ValueError: there are none, or one cannot be read.
     """
     files = [folder] if folder.is_file() else sorted(folder.glob("*.pub"))
     if not files:
-        raise PlanError(f"{folder} has no public keys (*.pub); make some with fedrecon keys")
+        raise ValueError(f"{folder} has no public keys (*.pub); make some with fedrecon keys")
     lines = []
     for file in files:
         kind, text, *_ = [*file.read_text(encoding="ascii", errors="replace").split(), "", ""]
@@ -80,7 +80,7 @@ def read_registry(folder: Path) -> dict[bytes, str]:
     """Read the public keys in a folder, or the one in a file, as a registry: names by the bytes of the keys.
 
     Raises:
-      PlanError: there are none, or one cannot be read.
+      ValueError: there are none, or one cannot be read.
     """
     lines = read_public_keys(folder)
     return {_load(_without_comment(line)).public_bytes_raw(): line.split()[2] for line in lines}
@@ -95,7 +95,7 @@ def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int
       trusted: public keys of nodes that the node's owner knows; None to trust the plan's list.
 
     Raises:
-      Failure: the node is not in the list, or its owner does not know a node that is.
+      ValueError: the node is not in the list, or its owner does not know a node that is.
     """
     signed, problem = plan.promises.signed, None
     listed, public = [_without_comment(line) for line in plan.nodes], None if key is None else _public_line(key)
@@ -107,7 +107,7 @@ def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int
     elif signed and public not in listed:
         problem = "the plan lists the keys of its nodes, and this node's is not among them"
     if problem is not None:
-        raise Failure("not_accepted", problem)
+        raise ValueError(problem)
     return listed.index(public) if signed and public is not None else None
 
 
@@ -136,7 +136,7 @@ def _load(line: str) -> Any:
     except ValueError as error:
         key = error
     if not isinstance(key, Ed25519PublicKey):
-        raise PlanError(f"{line[:60]!r} is not a public Ed25519 key ({key}); make one with fedrecon keys")
+        raise ValueError(f"{line[:60]!r} is not a public Ed25519 key ({key}); make one with fedrecon keys")
     return key
 
 

@@ -30,6 +30,7 @@ COMMANDS = {  # a module of this package each, with `parse(argv)` and `run(optio
     "join": "join a training as a node; your file stays on this machine",
     "helper": "run the second server of device sums, which opens masks and never sees a report",
 }
+WITHOUT_JAX = ("keys", "helper")  # commands that compute nothing and start quickly
 FAILED = 3  # the exit code of a training or evaluation that went wrong for more than a few
 BUG = 70
 MOST_CACHED = 2**29  # bytes of compiled programs
@@ -111,16 +112,21 @@ def _run_command(name: str, *argv: str) -> int:
     common, rest = parse_common(argv)
     try:
         options = command.parse(rest)
-        from fedrecon._src.simulation.divergence import DivergenceWarning
-
-        warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
-        if common.compilation_cache:
-            cache_compiled_programs()
+        if name not in WITHOUT_JAX:
+            _prepare_jax(common.compilation_cache)
         return command.run(options)
     except Exception:
         if common.debug:
             traceback.print_exc()
         raise
+
+
+def _prepare_jax(compilation_cache: bool) -> None:
+    from fedrecon._src.simulation.divergence import DivergenceWarning
+
+    warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
+    if compilation_cache:
+        cache_compiled_programs()
 
 
 def cache_compiled_programs() -> None:

@@ -193,8 +193,9 @@ def run(args: Serve) -> int:
 @contextlib.contextmanager
 def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[str, int]]]:
     """Yield what reaches the nodes, a clock that waits for them, and counts of the requests that were refused."""
-    from fedrecon._src.deploy.http_server import Limits, parse_address, serve_tasks
+    from fedrecon._src.deploy.http_server import Limits, parse_address
     from fedrecon._src.deploy.messages import largest_message
+    from fedrecon._src.deploy.tasks import serve_tasks
     from fedrecon._src.deploy.transport import SYSTEM, SocketGrid
 
     if args.flower is not None:
