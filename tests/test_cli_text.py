@@ -191,7 +191,7 @@ def test_bad_lines_are_refused_or_counted(tmp_path, capsys):
     assert "posts.jsonl line 641: 'text' is missing" in said(capsys)
     assert not (tmp_path / "run").exists()
     assert main([*command, "--data.bad-rows", "skip"]) == 0
-    assert "1 bad row" in capsys.readouterr().err
+    assert "bad rows (1)" in capsys.readouterr().err
 
 
 # ---- evaluate ----

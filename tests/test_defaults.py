@@ -141,9 +141,9 @@ def test_a_client_with_ratings_of_1000_does_not_harm_a_run_without_options(tmp_p
     rounds = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rounds = [record for record in rounds if record["kind"] == "round"]
     assert not any(record["skipped"] for record in rounds)
-    assert found["updates"]["shortened"] == sum(record["clipped"] for record in rounds) >= 10
+    assert found["updates"]["clipped"] == sum(record["clipped"] for record in rounds) >= 10
     updates = found["updates"]
-    assert f"{updates['learned_from']:,} learned from, {updates['shortened']} of them shortened" in told.out
+    assert f"{updates['learned_from']:,} learned from, {updates['clipped']} of them clipped" in told.out
 
 
 # ---- a run on counts ----
@@ -154,7 +154,7 @@ def test_what_was_read_and_decided_is_said(trained, tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", str(counts), "--out", str(tmp_path / "run"), *SMALL, "--rounds", "1"]) == 0
     said = capsys.readouterr().err
-    assert "40 users rated 15 items 401 times" in said
+    assert "users: 40; items: 15; ratings: 401" in said
     assert "these look like counts, so the model learns log(1+x); --data.transform none turns this off" in said
     assert " train, " in said
 

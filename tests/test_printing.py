@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.core.formatting import how_many, lay_out, listed_counts, plain, readable
+from fedrecon._src.core.formatting import lay_out, listed_counts, plain, readable
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,8 @@ def test_plain_tables_are_aligned():
     assert lay_out([("a", "n"), ("bb", "10")], right=True) == ["a    n", "--  --", "bb  10"]
 
 
-@pytest.mark.parametrize(
-    ("count", "things", "told"),
-    [
-        (0, "users", "0 users"),
-        (1, "test users", "1 test user"),
-        (1, "posts of other types", "1 post of other types"),
-        (1, "users below minimum", "1 user below minimum"),
-        (2000, "ratings", "2,000 ratings"),
-    ],
-)
-def test_one_thing_is_singular(count, things, told):
-    assert how_many(count, things) == told
-
-
 def test_counts_of_nothing_are_not_listed():
-    assert listed_counts({"bad_rows": 1, "unknown_items": 0, "duplicates": 3}) == "1 bad row, 3 duplicates"
+    assert listed_counts({"bad_rows": 1, "unknown_items": 0, "duplicates": 3}) == "bad rows (1), duplicates (3)"
     assert listed_counts({"bad_rows": 0}) == ""
 
 

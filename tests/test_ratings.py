@@ -249,7 +249,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(write):
 
 
 def test_a_file_of_bad_rows_only_says_so(write):
-    with pytest.raises(DataError, match="has no ratings left after leaving out 1 bad row"):
+    with pytest.raises(DataError, match="has no ratings left after leaving out bad rows \\(1\\)"):
         load_ratings(write("user,item,rating\n1,2,x\n"), bad_rows="skip")
 
 
@@ -299,7 +299,7 @@ def test_a_vocabulary_needs_each_item_once(write):
 
 
 def test_unknown_items_only_says_so(write):
-    with pytest.raises(DataError, match="has no ratings left after leaving out 3 unknown items"):
+    with pytest.raises(DataError, match="has no ratings left after leaving out unknown items"):
         load_ratings(write(CSV), schema=RatingsSchema([1]))
 
 

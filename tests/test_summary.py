@@ -18,12 +18,12 @@ def test_a_summary_by_hand(tmp_path):
     found = load_ratings(path, bad_rows="skip").describe()
     assert (found.users, found.items, found.ratings) == (2, 2, 4)
     assert (found.least, found.greatest, found.mean, found.density, found.whole) == (1.0, 6.0, 3.0, 1.0, True)
-    assert found.spread == pytest.approx(np.sqrt(14 / 4))  # of -2, -1, 0, 3
+    assert found.deviation == pytest.approx(np.sqrt(14 / 4))  # of -2, -1, 0, 3
     assert found.skewness == pytest.approx((18 / 4) / (14 / 4) ** 1.5)
     assert found.skipped == {"bad_rows": 1, "unknown_items": 0, "duplicates": 1, "users_below_minimum": 0}
     assert found.sentence() == (
-        "2 users rated 2 items 4 times: 2.0 ratings per user, 100 % of all pairs. Ratings go from 1 to 6, with mean 3 "
-        "and spread 1.871. Left out: 1 bad row, 1 duplicate."
+        "users: 2; items: 2; ratings: 4, 2.0 per user, 100 % of all pairs. Ratings go from 1 to 6, with mean 3 "
+        "and standard deviation 1.871. Left out: bad rows (1), duplicates (1)."
     )
 
 
@@ -61,7 +61,7 @@ def test_parts_of_the_users_are_described_by_their_own_ratings(monkeypatch):
     own = np.concatenate([client["rating"] for client in some]).astype(np.float64)
     assert (found.users, found.ratings) == (3, len(own))
     assert found.mean == pytest.approx(own.mean())
-    assert found.spread == pytest.approx(own.std())
+    assert found.deviation == pytest.approx(own.std())
     assert found.skewness == pytest.approx(((own - own.mean()) ** 3).mean() / own.std() ** 3)
     nobody = ratings.take([]).describe()
     assert (nobody.users, nobody.ratings, nobody.looks_like_counts) == (0, 0, False)

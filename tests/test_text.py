@@ -350,7 +350,7 @@ def test_a_line_without_end_is_refused_without_reading_it_whole(write, monkeypat
     ("content", "message"),
     [
         (b"", r"posts.jsonl has no sentences\."),
-        (b'{"client": "a", "text": "."', "has no sentences left after leaving out 1 bad row"),
+        (b'{"client": "a", "text": "."', "has no sentences left after leaving out bad rows"),
         (b"7z\xbc\xaf\x27\x1c123", "is a 7z archive: unpack it first"),
     ],
 )

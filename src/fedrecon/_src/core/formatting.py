@@ -1,4 +1,4 @@
-"""Text for people: plain tables, numbers and plurals, and names from data without control sequences."""
+"""Text for people: plain tables, numbers and counts, and names from data without control sequences."""
 
 from __future__ import annotations
 
@@ -29,23 +29,13 @@ def plain(text: str) -> str:
     return _CONTROLS.sub("", _BREAKS.sub(" ", _COMMANDS.sub("", text)))
 
 
-def how_many(count: int, things: str) -> str:
-    """Return a count and what it counts, in the singular if it is one: `1 bad row`, `2,000 users`.
-
-    Args:
-      count: how many there are.
-      things: what they are called, in the plural; the first word that ends in s is the noun.
-    """
-    return f"{count:,} {re.sub(r's(?![a-z])', '', things, count=1) if count == 1 else things}"
-
-
 def listed_counts(counts: Mapping[str, int]) -> str:
-    """Return what was counted in words, such as `1 bad row, 3 duplicates`; nothing if all counts are 0.
+    """Return what was counted, such as `bad rows (1), duplicates (3)`; nothing if all counts are 0.
 
     Args:
       counts: `{what was counted: how often}`, with underscores for blanks.
     """
-    return ", ".join(how_many(count, what.replace("_", " ")) for what, count in counts.items() if count)
+    return ", ".join(f"{what.replace('_', ' ')} ({count:,})" for what, count in counts.items() if count)
 
 
 def readable(value: float, digits: int = 4) -> str:

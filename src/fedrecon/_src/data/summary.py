@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from fedrecon._src.core.clients import rows_of
-from fedrecon._src.core.formatting import how_many, listed_counts, readable
+from fedrecon._src.core.formatting import listed_counts, readable
 from fedrecon._src.data.columns import describe_columns
 
 COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above
@@ -25,7 +25,7 @@ class Summary:
       least: the lowest rating.
       greatest: the highest rating.
       mean: the mean of all ratings.
-      spread: their standard deviation.
+      deviation: their standard deviation.
       skewness: their third standardised moment: 0 if they are symmetric, large if a few are far above the others.
       density: the share of all pairs of a user and an item that is rated.
       whole: whether all ratings are whole numbers.
@@ -47,7 +47,7 @@ class Summary:
     least: float
     greatest: float
     mean: float
-    spread: float
+    deviation: float
     skewness: float
     density: float
     whole: bool
@@ -67,10 +67,10 @@ class Summary:
         """
         per_user = self.ratings / max(1, self.users)
         text = (
-            f"{how_many(self.users, 'users')} rated {how_many(self.items, 'items')} {how_many(self.ratings, 'times')}: "
-            f"{per_user:.1f} ratings per user, {100 * self.density:.3g} % of all pairs. "
+            f"users: {self.users:,}; items: {self.items:,}; ratings: {self.ratings:,}, {per_user:.1f} per user, "
+            f"{100 * self.density:.3g} % of all pairs. "
             f"Ratings go from {readable(self.least, 6)} to {readable(self.greatest, 6)}, "
-            f"with mean {readable(self.mean)} and spread {readable(self.spread)}."
+            f"with mean {readable(self.mean)} and standard deviation {readable(self.deviation)}."
         )
         if counts and self.looks_like_counts:
             text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
@@ -95,7 +95,7 @@ def summarize(
     mean = total.sum() / max(1, count)
     moments = [(((v - mean) ** 2).sum(), ((v - mean) ** 3).sum()) for v in blocks()] or [(np.nan, np.nan)]
     second, third = np.sum(moments, 0) / max(1, count)
-    spread = float(np.sqrt(second))
+    deviation = float(np.sqrt(second))
     return Summary(
         users=len(starts),
         items=num_items,
@@ -103,8 +103,8 @@ def summarize(
         least=float(least.min()),
         greatest=float(greatest.max()),
         mean=float(mean),
-        spread=spread,
-        skewness=0.0 if spread == 0 else float(third / spread**3),
+        deviation=deviation,
+        skewness=0.0 if deviation == 0 else float(third / deviation**3),
         density=count / max(1, len(starts) * num_items),
         whole=bool(whole.all()),
         skipped=dict(skipped),

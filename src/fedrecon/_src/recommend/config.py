@@ -470,7 +470,7 @@ DEFAULT = RatingsConfig(
     reconstruct=Reconstruct(solver="least-squares"),
     update=Update(learning_rate=1.0, steps=1, batch_size=150, second_order=True),
     server=Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all"),
-    # Updates far longer than the median are shortened; a limit of three times it leaves nearly all others as they are.
+    # Updates far longer than the median are clipped; a limit of three times it leaves nearly all others as they are.
     aggregate=Aggregate(clip_quantile="auto", clip_times=3.0),
     sampling=Sampling(clients_per_round=None, least=200),  # cheap where there are few, and steps are less noisy
     rounds=200,

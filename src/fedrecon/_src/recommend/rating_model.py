@@ -345,7 +345,7 @@ def _say_scale(scale: Scale) -> str:
     """Summarize the results of round zero."""
     low, high, ridge = readable(scale.low, 3), readable(scale.high, 3), readable(scale.user_ridge, 2)
     return (
-        f"From sums over the training users: mean {readable(scale.mean)}, deviation {readable(scale.deviation)}, and a "
-        f"bias for every item. Predictions stay between {low} and {high}. The prior on a user's bias is as strong as "
-        f"{ridge} ratings."
+        f"From sums over the training users: mean {readable(scale.mean)}, standard deviation "
+        f"{readable(scale.deviation)}, and a bias for every item. Predictions stay between {low} and {high}. The prior "
+        f"on a user's bias is as strong as {ridge} ratings."
     )

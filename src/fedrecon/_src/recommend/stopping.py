@@ -16,7 +16,7 @@ from fedrecon._src.simulation.divergence import find_divergence, find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, summarize
 from fedrecon._src.simulation.training import EarlyStopping, Score
 
-GUARDS = {"learned_from": "clients", "shortened": "clipped", "too_long": "zeroed", "not_finite": "non_finite"}
+GUARDS = {"learned_from": "clients", "clipped": "clipped", "too_long": "zeroed", "not_finite": "non_finite"}
 JUDGES = 10  # validation or test clients; the loss of fewer is mostly chance
 TESTED = (0.6, 0.2, 0.2)  # fractions that suit few clients
 VERDICTS = 600  # pairs of support and query that a loss should be of, though a client gives several of them
@@ -240,7 +240,7 @@ def why_failed(
 
 
 def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the updates that a run was learned from, and those that a guard shortened or left out.
+    """Count the updates that a run was learned from, and those that a guard clipped or left out.
 
     Args:
       history: records of the whole run.
@@ -250,12 +250,12 @@ def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def say_updates(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say how many updates a guard shortened or left out; None if there were none."""
+    """Say how many updates a guard clipped or left out; None if there were none."""
     updates = updates_of(history)
-    if not any(updates[name] for name in ("shortened", "too_long", "not_finite")):
+    if not any(updates[name] for name in ("clipped", "too_long", "not_finite")):
         return None
     return (
-        f"updates: {updates['learned_from']:,} learned from, {updates['shortened']:,} of them shortened (--aggregate); "
+        f"updates: {updates['learned_from']:,} learned from, {updates['clipped']:,} of them clipped; "
         f"left out: {updates['too_long']:,} longer than --aggregate.zero-norm, {updates['not_finite']:,} not finite"
     )
 

@@ -15,7 +15,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import federated_ials
 from fedrecon._src.client.optimizers import with_prior
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import how_many, listed_counts
+from fedrecon._src.core.formatting import listed_counts
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.core.pytrees import Params
@@ -206,9 +206,8 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
     density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
     left_out = listed_counts(clicks.skipped)
     return [
-        f"{how_many(len(clicks), 'users')} {'has' if len(clicks) == 1 else 'have'} {clicks.num_examples:,} of "
-        f"{how_many(clicks.num_items, 'items')}: "
-        f"{clicks.num_examples / max(1, len(clicks)):.1f} items per user, {density:.3g} % of all pairs. "
+        f"users: {len(clicks):,}; items: {clicks.num_items:,}; clicks: {clicks.num_examples:,}, "
+        f"{clicks.num_examples / max(1, len(clicks)):.1f} per user, {density:.3g} % of all pairs. "
         + (f"Left out: {left_out}. " if left_out else "Nothing was left out. ")
         + describe_columns(clicks.recognised),
         say_rounds(config, users),

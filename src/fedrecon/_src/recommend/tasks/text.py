@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import how_many, listed_counts
+from fedrecon._src.core.formatting import listed_counts
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
@@ -196,9 +196,9 @@ def _prepare(config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary
         config = dataclasses.replace(config, sampling=sampling)
     left_out = listed_counts(corpus.skipped)
     data = (
-        f"{how_many(len(corpus.clients), 'clients')} wrote {how_many(corpus.clients.num_examples, 'sentences')} of "
-        f"{len(corpus.tokens):,} words. The vocabulary of {len(words):,} covers {corpus.coverage(len(words)):.1%} of "
-        f"them. {f'Left out: {left_out}.' if left_out else 'Nothing was left out.'}"
+        f"clients: {len(corpus.clients):,}; sentences: {corpus.clients.num_examples:,}; words: {len(corpus.tokens):,}. "
+        f"The vocabulary of {len(words):,} covers {100 * corpus.coverage(len(words)):.1f} % of them. "
+        f"{f'Left out: {left_out}.' if left_out else 'Nothing was left out.'}"
     )
     model = build_next_word(config.model, words)
     return Ready(config, users, words, model, (data, say_rounds(config, users, "clients")))
