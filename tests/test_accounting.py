@@ -229,17 +229,17 @@ def test_a_ledger_never_passes_its_budget(noise):
     assert left > 0
     full = ledger.add(release._replace(rounds=left))
     assert full.epsilon <= 2.0
-    with pytest.raises(BudgetError, match="; 0 are left"):
+    with pytest.raises(BudgetError, match="at most 0 more fit"):
         full.add(release)
     almost = ledger.add(release._replace(rounds=left - 1))
-    with pytest.raises(BudgetError, match="; 1 is left"):
+    with pytest.raises(BudgetError, match="at most 1 more fit"):
         almost.add(release._replace(rounds=2))
 
 
 def test_going_past_the_budget_is_a_sentence_and_spends_nothing():
     ledger = Ledger(1000, 1e-4, 2.0).add(Release(1.0, 0.1, 5))
     before = ledger.epsilon
-    with pytest.raises(BudgetError, match=r"1000 more rounds would spend epsilon .* of 2 \(so far .*use more noise"):
+    with pytest.raises(BudgetError, match=r"1000 more would spend epsilon .* of 2 \(so far .*use more noise"):
         ledger.add(Release(1.0, 0.1, 1000))
     assert ledger.epsilon == before
     assert Ledger(1000, 1e-4).rounds_left(Release(1.0, 0.1, 1), most=77) == 77

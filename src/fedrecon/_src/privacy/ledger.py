@@ -74,11 +74,10 @@ class Ledger:
         """
         after = replace(self, releases=_append_release(self.releases, release.check()))
         if self.budget is not None and after.epsilon > self.budget:
-            left = self.rounds_left(release)
             raise BudgetError(
-                f"{release.rounds} more {'round' if release.rounds == 1 else 'rounds'} would spend epsilon "
-                f"{after.epsilon:.4g} of {self.budget:g} (so far {self.epsilon:.4g}); {left} "
-                f"{'is' if left == 1 else 'are'} left; use more noise, fewer rounds, or a larger budget"
+                f"`rounds`: {release.rounds} more would spend epsilon {after.epsilon:.4g} of {self.budget:g} (so far "
+                f"{self.epsilon:.4g}); at most {self.rounds_left(release)} more fit; use more noise, fewer rounds, or "
+                "a larger budget"
             )
         return after
 

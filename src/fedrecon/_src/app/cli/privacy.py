@@ -123,9 +123,9 @@ def _meaning(plan: dict[str, Any]) -> str:
 
 def _sampling(plan: dict[str, Any]) -> str:
     times = plan["rounds"] * plan["per_round"] / plan["clients"]
-    promises = ", ".join(f"{e:.3g} after {k} {'round' if k == 1 else 'rounds'}" for k, e in plan["seen"].items())
+    promises = ", ".join(f"{e:.3g} (k = {k})" for k, e in plan["seen"].items())
     return (
         f"This assumes that every round draws each client independently (a client takes part in {times:,.2g} of them "
         f"on average), and that the observer does not see who was drawn. Against one who does, such as the server, the "
-        f"same noise promises a client that took part epsilon {promises}."
+        f"same noise promises a client that took part k times epsilon {promises}."
     )
