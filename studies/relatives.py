@@ -2,7 +2,7 @@
 
 python -m studies relatives --data folder --out study
 
-The folder has `ml-1m.zip`, `blogs.jsonl.gz` and `tweets.jsonl.gz`. Classification is on made data, and so are the
+The folder has `ml-1m.zip`, `blogs.jsonl.gz` and `tweets.jsonl.gz`. Classification is on synthetic data, and so are the
 100,000 clients of whom nobody takes part twice; `--only relatives` runs these two alone and reads no files.
 """
 
@@ -54,7 +54,7 @@ TASKS = {
     "ratings": "MovieLens 1M ratings, RMSE",
     "blogs": "Blogs, next word, accuracy",
     "tweets": "Posts of members of Congress, next word, accuracy",
-    "classes": "Classification of made data, accuracy",
+    "classes": "Classification of synthetic data, accuracy",
     "once": "The same with 100,000 clients, each taking part at most once, accuracy",
 }
 METRIC = {"ratings": "rmse"}  # of other tasks: accuracy
@@ -144,7 +144,7 @@ def make_classes(num_clients: int, seed: int = 0) -> fr.Clients:
 
 
 def load_classes(num_clients: int, per_round: int) -> Task:
-    """Two layers on made data: the head is local, or the same for all."""
+    """Two layers on synthetic data: the head is local, or the same for all."""
 
     def init(key: jax.Array) -> Any:
         keys = jax.random.split(key)
@@ -180,7 +180,7 @@ class RelativesData:
     """The data of all tasks; each is loaded or made when it is first needed."""
 
     def __init__(self, folder: Path, clients: int = 2000, many: int = 100_000):
-        """Look for data in `folder`; made data has this many clients."""
+        """Look for data in `folder`; synthetic data has this many clients."""
         self.folder, self.clients, self.many = folder, clients, many
         self.task = functools.lru_cache(maxsize=2)(self._task)
 
@@ -192,14 +192,14 @@ class RelativesData:
         return load_classes(*((self.many, 500) if name == "once" else (self.clients, 50)))
 
     def fingerprint(self) -> str:
-        """Name the data: sizes of files and of made data."""
+        """Name the data: sizes of files and of synthetic data."""
         sizes = [path.stat().st_size for path in sorted(self.folder.glob("*.gz")) + sorted(self.folder.glob("ml*.zip"))]
         return f"{self.clients}-{self.many}-{sum(sizes)}"
 
     def facts(self) -> list[str]:
         """Describe the data and how it is divided."""
         return [
-            f"Made data has {self.clients:,} clients, and {self.many:,} where each takes part at most once; "
+            f"Synthetic data has {self.clients:,} clients, and {self.many:,} where each takes part at most once; "
             "`make_classes` is its generator.",
             "80 % of the clients train, on the first 80 % of their examples; rates are chosen on 10 %, and 10 % are "
             "tested. Half of the examples of a client who is not in training are support.",
