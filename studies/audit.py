@@ -38,7 +38,7 @@ from fedrecon._src.models.factorization import matrix_factorization
 from fedrecon._src.privacy.accounting import check_delta, epsilon_of
 from fedrecon._src.recommend.round_zero import ANSWER, RoundZero
 from fedrecon._src.server.aggregator import Aggregator
-from fedrecon._src.server.fixed_point import add_noise, secure
+from fedrecon._src.server.fixed_point import ClientNoise, add_noise, secure
 from fedrecon._src.server.gaussian import private
 
 
@@ -259,8 +259,8 @@ def audit_run(
     def aggregator(norm: float, noise: float) -> Aggregator:
         if noise_by == "server":
             return private(norm, noise, per_round=PER_ROUND)
-        options: dict[str, Any] = {"per_round": PER_ROUND, "least": participants, "simulated_noise": False}
-        return secure(norm, clients=times * participants, noise_multiplier=noise, **options)
+        by_clients = ClientNoise(noise, PER_ROUND, participants, simulated=False)
+        return secure(norm, clients=times * participants, noise=by_clients)
 
     algorithm = _recommender(items, dim, aggregator(norm, noise))
     released = _train(algorithm, clients, drawn, clip, rounds, seed, times)

@@ -190,7 +190,11 @@ def train_federated(job: Job, data: ClicksData, seed: int, progress: Progress) -
     ready = CLICKS.prepare(config, data.clicks, data.users, CLICKS.legend(config, data.clicks))
     clients = ready.users.train
     algorithm = build_algorithm(ready.config, ready.model, clients.num_examples)
-    options: dict[str, Any] = {"clients_per_round": config.sampling, "seed": seed, "progress": progress}
+    options: dict[str, Any] = {
+        "clients_per_round": config.sampling,
+        "seed": seed,
+        "callbacks": [fr.ProgressBar(progress)],
+    }
     run = fr.train(algorithm, clients, rounds=config.rounds, **options)
     if run.interrupted:
         raise KeyboardInterrupt

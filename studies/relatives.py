@@ -326,7 +326,8 @@ def run_job(job: Job, data: RelativesData, seed: int, part: str = "test", progre
     trials, best = [], None
     for rate in job.candidates["learning_rate"]:
         algorithm = make(task, rate)
-        options: dict[str, Any] = {"clients_per_round": sampling, "seed": seed, "progress": progress}
+        options: dict[str, Any] = {"clients_per_round": sampling, "seed": seed}
+        options["callbacks"] = [fr.ProgressBar(progress)]
         run = fr.train(algorithm, task.train, rounds=job.config.rounds, **options)
         loss = as_float(fr.evaluate(algorithm, run.params, task.valid, seed=seed).micro["loss"])
         trials.append({"learning_rate": rate, "valid": loss})

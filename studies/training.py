@@ -43,7 +43,7 @@ def train(
         valid=fr.Validation(evaluate, every=job.config.evaluate_every),
         seed=seed,
         layout=fr.layout(1, 1) if central else None,
-        progress=progress,
+        callbacks=[fr.ProgressBar(progress)],
     )
     if run.interrupted:
         raise KeyboardInterrupt

@@ -628,7 +628,7 @@ def test_what_is_too_large_is_refused_without_being_read(plan):
 
 
 def noised_algorithm(least):
-    return algorithm_of(noise_multiplier=2.0, per_round=10, least=least, simulated_noise=False)
+    return algorithm_of(noise=fr.aggregators.ClientNoise(2.0, per_round=10, least=least, simulated=False))
 
 
 def write_noised_plan(folder, algorithm, **changes):

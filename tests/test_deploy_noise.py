@@ -312,8 +312,9 @@ def made_in_python(aggregate, **options):
 
 
 def test_algorithms_of_ones_own_are_held_to_the_same():
-    simulated = fr.aggregators.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3)
-    own = fr.aggregators.secure(1.0, clients=50, noise_multiplier=1.0, per_round=9, least=3, simulated_noise=False)
+    noise = fr.aggregators.ClientNoise(1.0, per_round=9, least=3)
+    simulated = fr.aggregators.secure(1.0, clients=50, noise=noise)
+    own = fr.aggregators.secure(1.0, clients=50, noise=noise._replace(simulated=False))
     with pytest.raises(PlanError, match="would be simulated"):
         made_in_python(simulated, secure=True, least_nodes=3, users=9)
     with pytest.raises(PlanError, match="use secure sums"):

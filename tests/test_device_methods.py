@@ -131,7 +131,7 @@ def ditto():
 
 def noised():
     """Return a method whose devices add noise to what the graph gives; the simulator adds none."""
-    settings = {"noise_multiplier": 1.0, "per_round": 20, "least": 10, "simulated_noise": False}
+    settings = {"noise": fr.aggregators.ClientNoise(1.0, per_round=20, least=10, simulated=False)}
     aggregate = fr.aggregators.secure(1.0, clients=100, protocol="two-servers", **settings)
     return recon(factorization(), descend(steps=4), descend(steps=4), aggregate=aggregate)
 

@@ -92,13 +92,13 @@ def train_on_both(bundle, start, folder):
 
 def test_the_noise_of_devices_of_every_kind_is_what_was_promised(tmp_path):
     """The server's step is the mean and nothing else, so what differs from the simulation, without noise, is noise."""
-    settings = {"noise_multiplier": 0.5, "per_round": LEAST, "least": LEAST, "simulated_noise": False}
+    noise = fr.aggregators.ClientNoise(0.5, per_round=LEAST, least=LEAST, simulated=False)
     algorithm = fr.federated_reconstruction(
         fr.models.matrix_factorization(400, 4),
         reconstruct=descend(),
         update=descend(),
         server=fr.optimizers.sgd(1.0),
-        aggregate=fr.aggregators.secure(1.0, clients=10, protocol="two-servers", bits=24, **settings),
+        aggregate=fr.aggregators.secure(1.0, clients=10, protocol="two-servers", bits=24, noise=noise),
     )
     bundle, start = bundle_of(algorithm, tmp_path / "b", rounds=1)
     people, outcome, device = train_on_both(bundle, start, tmp_path)

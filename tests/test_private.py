@@ -251,7 +251,7 @@ def test_simulation_equals_the_protocol_bit_for_bit(noise):
     from fedrecon._src.server.fixed_point import from_vector, to_vectors
     from rehearsal import Dropouts, rehearse
 
-    options = {} if noise is None else {"noise_multiplier": noise, "per_round": 4, "least": 3}
+    options = {} if noise is None else {"noise": fr.aggregators.ClientNoise(noise, per_round=4, least=3)}
     algorithm = recon(fr.aggregators.secure(1.0, clients=8, **options), lookup_model())
     state = algorithm.init(jax.random.key(0))
     message, key = algorithm.message(state), fr.kit.round_key(0, 0)
@@ -275,7 +275,7 @@ def test_simulation_equals_the_protocol_bit_for_bit(noise):
 def test_noise_of_the_clients_adds_up_to_what_was_asked_for():
     zeros = uploads(*np.zeros((5, 20_000)))
     mean, _, _, total = through(
-        fr.aggregators.secure(2.0, clients=10, noise_multiplier=1.5, per_round=10, least=5), zeros
+        fr.aggregators.secure(2.0, clients=10, noise=fr.aggregators.ClientNoise(1.5, per_round=10, least=5)), zeros
     )
     assert total.scalars == {}
     assert np.asarray(mean.parts["delta"]["w"]).std() == pytest.approx(2.0 * 1.5 / 10, rel=0.05)

@@ -172,7 +172,7 @@ def test_everybody_at_the_largest_norm_and_weight_is_no_overflow(clients, clip, 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("noise", [None, 1e-3], ids=["plain", "noise of the clients"])
 def test_uploads_that_are_no_numbers_leave_the_sum_of_the_others(poison, noise):
-    options = {} if noise is None else {"noise_multiplier": noise, "per_round": 3, "least": 3}
+    options = {} if noise is None else {"noise": fr.aggregators.ClientNoise(noise, per_round=3, least=3)}
     aggregator = fr.aggregators.secure(1.0, clients=3, weigh="uniform", **options)
     mean, *_ = through(aggregator, uploads([0.5, 0.25], [poison, 0.1], [-0.25, 0.5]))
     found = np.asarray(mean.parts["delta"]["w"])
@@ -199,7 +199,7 @@ def test_what_a_client_sends_is_never_longer_than_its_share_of_noise_counts_on(s
     length = 200_000
     rng = np.random.default_rng(0)
     aggregator = fr.aggregators.secure(
-        2.0, clients=4, noise_multiplier=1.0, per_round=4, least=4, simulated_noise=False
+        2.0, clients=4, noise=fr.aggregators.ClientNoise(1.0, per_round=4, least=4, simulated=False)
     )
     deltas = [scale * rng.standard_normal(length), np.full(length, scale), np.eye(1, length)[0] * scale]
     parts = {"delta": {"w": np.zeros(length, np.float32)}}

@@ -61,6 +61,7 @@ from ._src.simulation.personalization import predict as predict
 from ._src.simulation.personalization import reconstruct as reconstruct
 from ._src.simulation.training import Callback as Callback
 from ._src.simulation.training import EarlyStopping as EarlyStopping
+from ._src.simulation.training import ProgressBar as ProgressBar
 from ._src.simulation.training import Run as Run
 from ._src.simulation.training import Validation as Validation
 from ._src.simulation.training import train as train

@@ -1,6 +1,7 @@
 """From what clients upload to what the server takes: aggregators, one per file, and how to chain them."""
 
 from fedrecon._src.server import Aggregator as Aggregator
+from fedrecon._src.server import ClientNoise as ClientNoise
 from fedrecon._src.server import Summand as Summand
 from fedrecon._src.server import Total as Total
 from fedrecon._src.server import Weigh as Weigh

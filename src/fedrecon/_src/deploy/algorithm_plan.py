@@ -23,6 +23,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.deploy.plan import NodeData, Plan, PlanError
+from fedrecon._src.recommend.config import Reading
 from fedrecon._src.recommend.tasks import Measure, Users
 from fedrecon._src.simulation.divergence import find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
@@ -137,6 +138,12 @@ class AlgorithmPlan(Plan):
         enough = clients.cap(self.max_examples).at_least(self.min_examples)
         users = Users(*enough.split_clients(*self.fractions, seed=self.split_seed))
         return NodeData(users, {"clients_below_minimum": len(clients) - sum(map(len, users))})
+
+    def node_data(self, path: Path, reading: Reading, least: int, clients: Clients | None) -> NodeData:
+        """Return the clients that the operator's own code has read."""
+        del path, reading, least
+        assert clients is not None  # or the plan could not have been read
+        return self.split_clients(clients)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> AlgorithmPlan:

@@ -24,7 +24,7 @@ from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy import plan_privacy
 from fedrecon._src.privacy.accounting import LEAST_NOISE, MOST_NOISE, Release
 from fedrecon._src.privacy.ledger import NOT_COVERED
-from fedrecon._src.recommend.config import ConfigError
+from fedrecon._src.recommend.config import ConfigError, Reading
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
@@ -273,6 +273,10 @@ class Plan(abc.ABC):
     @abc.abstractmethod
     def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
         """Say why a run has failed; None if it has not."""
+
+    @abc.abstractmethod
+    def node_data(self, path: Path, reading: Reading, least: int, clients: Clients | None) -> NodeData:
+        """Return the clients of a node, divided: those of its file, or those that the operator's code has read."""
 
     @classmethod
     @abc.abstractmethod

@@ -89,7 +89,7 @@ def noise_problem(plan: Plan) -> str | None:
     if not plan.secure:
         return "noise of the nodes protects nobody if the server sees single nodes' sums; use secure sums"
     if share is None:
-        return "noise of the nodes would be simulated; use aggregators.secure(..., simulated_noise=False)"
+        return "noise of the nodes would be simulated; use aggregators.ClientNoise(..., simulated=False)"
     if share(parts_of(plan.algorithm)).least > plan.least_nodes:
         return (
             f"{share(parts_of(plan.algorithm)).least} nodes are needed to add the promised noise, and the plan "

@@ -14,6 +14,7 @@ import jax
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.client_sampling import Sampling
+from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import AUTO
 from fedrecon._src.core.progress import Progress, silent
@@ -144,6 +145,11 @@ class SettingsPlan(Plan):
             raise DataError(f"{path} has no {self.people} with {least} {self.task.unit or self.task.examples} or more")
         skipped = {**read.skipped, "users_below_minimum": len(read.clients) - len(enough)}
         return NodeData(split_users(enough, self.config.data), skipped)
+
+    def node_data(self, path: Path, reading: Reading, least: int, clients: Clients | None) -> NodeData:
+        """Read a node's file."""
+        del clients
+        return self.read_file(path, reading, least)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> SettingsPlan:
@@ -295,20 +301,17 @@ def _aggregator_of(config: Config, options: Mapping[str, Any]) -> aggregators.Ag
     settings, users, least = config.privacy, options["users"], options["least_nodes"]
     assert settings.clip_norm is not None
     assert settings.noise_multiplier is not None
-    shared: dict[str, Any] = {
-        "per_round": float(options["share"]) * users,
-        "weigh": "examples" if is_recipe(config) else "uniform",
-        "scales": fixed_scales(config),
-    }
-    if not options["secure"]:
-        return aggregators.private(
-            settings.clip_norm, settings.noise_multiplier, quantile=settings.clip_quantile, **shared
-        )
-    return aggregators.secure(
+    per_round, scales = float(options["share"]) * users, fixed_scales(config)
+    weigh: aggregators.Weigh = "examples" if is_recipe(config) else "uniform"
+    if options["secure"]:
+        noise = aggregators.ClientNoise(settings.noise_multiplier, per_round, least, scales, simulated=False)
+        most = max(OVERFLOW_ROOM * users, least)
+        return aggregators.secure(settings.clip_norm, clients=most, noise=noise, weigh=weigh)
+    return aggregators.private(
         settings.clip_norm,
-        clients=max(OVERFLOW_ROOM * users, least),
-        noise_multiplier=settings.noise_multiplier,
-        least=least,
-        simulated_noise=False,
-        **shared,
+        settings.noise_multiplier,
+        per_round=per_round,
+        weigh=weigh,
+        scales=scales,
+        quantile=settings.clip_quantile,
     )

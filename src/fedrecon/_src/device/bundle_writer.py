@@ -40,7 +40,6 @@ def bundle(
     *,
     like: Mapping[str, Any],
     most: int = MOST_EXAMPLES,
-    seed: int = 0,
     quantise: Quantisation | None = None,
     legend: Legend | None = None,
     onnx: bool = True,
@@ -56,7 +55,6 @@ def bundle(
       like: made-up examples, one array per feature. They give types and shapes, and are written into the bundle
         as test vectors. Never give a person's own.
       most: how many examples of a person a device uses, the newest ones.
-      seed: the seed of the start of reconstruction, for models whose start is not learned.
       quantise: store tables in `int8` or `float16`; None keeps float32.
       legend: what ids stand for, and what else the bundle says.
       onnx: whether to write graphs and StableHLO. The page of a model that ranks items needs neither; without them,
@@ -98,7 +96,7 @@ def bundle(
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
     stored = packed(leaves, quantise, legend.exact)
     tables = unpacked(stored)  # a device computes with these, so test vectors come from them
-    form = export_form(algorithm, unflatten(structure, tables), seed, ranked=legend.ranks)
+    form = export_form(algorithm, unflatten(structure, tables), legend.seed, ranked=legend.ranks)
     form = form if legend.adapt is None else legend.adapt(form)
     room, most = most, most if form.limit is None else min(most, form.limit)
     if most < 1:
@@ -113,24 +111,17 @@ def bundle(
     files |= {name: written(name, content) for name, content in legend.files.items()}
     if terms is not None:
         update = UpdateGraph(algorithm, examples, room, form.prepare)
-        files |= _training_files(update, terms, unflatten(structure, tables), seed, graphs, problems)
-    entries = {
-        name: _graph_entry(name, graphs, problems)
-        for name in dict.fromkeys(("reconstruct", "predict", *graphs, *problems))
-    }
+        files |= _training_files(update, terms, unflatten(structure, tables), legend.seed, graphs, problems)
+    names = dict.fromkeys(("reconstruct", "predict", *graphs, *problems))
+    entries = {name: _graph_entry(name, graphs, problems) for name in names}
     manifest = _describe(legend, form, examples, most) | {"graphs": entries, "quantised": quantise}
     if legend.page is not None:
         files |= legend.page({**manifest, "files": _entries(files)})
     with atomic_folder(out, replace=replace) as folder:
         _write(folder, manifest, files)
-        wrong = None if problems or not onnx else _disproved(folder)
-        if wrong is not None:  # graphs that disagree with the model are not delivered
+        if onnx and not problems and (wrong := _disproved(folder)) is not None:
             problems = dict.fromkeys(graphs, wrong)
-            entries = {name: _graph_entry(name, {}, problems) for name in problems}
-            for name in [name for name in files if name.endswith(".onnx") or name in TRAINING]:
-                files.pop(name)
-                (folder / name).unlink()
-            _write(folder, {**manifest, "graphs": entries}, files)
+            _remove_graphs(folder, manifest, files, problems)
     if set(problems) == {"update"}:
         raise ExportError(f"{out} cannot train: {problems['update']}")
     if problems:
@@ -198,6 +189,17 @@ def _write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     (folder / MANIFEST).write_bytes(manifest_bytes({**manifest, "files": _entries(files)}))
+
+
+def _remove_graphs(
+    folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes], problems: Mapping[str, str]
+) -> None:
+    """Remove graphs that disagree with the model, which are not delivered, and say why in the manifest."""
+    graphs = [name for name in files if name.endswith(".onnx") or name in TRAINING]
+    for name in graphs:
+        (folder / name).unlink()
+    entries = {name: _graph_entry(name, {}, problems) for name in problems}
+    _write(folder, {**manifest, "graphs": entries}, {name: files[name] for name in files if name not in graphs})
 
 
 def _disproved(folder: Path) -> str | None:

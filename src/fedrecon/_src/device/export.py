@@ -136,6 +136,7 @@ class Legend(NamedTuple):
       queries: made-up examples to predict for, with the features that predictions read; None for those of `like`.
       settings: the solver's settings, for runtimes without ONNX.
       page: `manifest so far -> files` of a page; None for no page.
+      seed: of the start of reconstruction, for models whose start is not learned.
 
     Example:
       >>> import fedrecon as fr
@@ -153,6 +154,7 @@ class Legend(NamedTuple):
     queries: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = {}
     page: Callable[[Mapping[str, Any]], Mapping[str, bytes]] | None = None
+    seed: int = 0
 
     @property
     def ranks(self) -> bool:

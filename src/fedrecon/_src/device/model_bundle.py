@@ -29,7 +29,7 @@ from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon._src.server.aggregator import Aggregator
-from fedrecon._src.server.fixed_point import secure
+from fedrecon._src.server.fixed_point import ClientNoise, secure
 
 MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
 
@@ -94,17 +94,9 @@ class DeviceTraining(NamedTuple):
 
     def _noised(self, saved: SavedModel[Any], multiplier: float) -> Aggregator:
         """Return a mean in which all devices weigh the same, so that the norm bounds what each of them adds."""
-        return secure(
-            self.clip_norm,
-            clients=self.most,
-            noise_multiplier=multiplier,
-            per_round=float(self.noise.per_round or self.plan.least),
-            least=self.plan.least,
-            scales=fixed_scales(saved.config),
-            simulated_noise=False,
-            protocol="two-servers",
-            bits=self.bits,
-        )
+        per_round, scales = float(self.noise.per_round or self.plan.least), fixed_scales(saved.config)
+        noise = ClientNoise(multiplier, per_round, self.plan.least, scales, simulated=False)
+        return secure(self.clip_norm, clients=self.most, noise=noise, protocol="two-servers", bits=self.bits)
 
     def _noise_for(self, epsilon: float, saved: SavedModel[Any]) -> float:
         """Return the noise multiplier with which all rounds stay within epsilon."""
@@ -162,9 +154,8 @@ def bundle_model(
         out,
         like=like,
         most=most,
-        seed=saved.config.seed,
         quantise=quantise,
-        legend=legend._replace(page=partial(page_files, vendor=onnxruntime_web)),
+        legend=legend._replace(page=partial(page_files, vendor=onnxruntime_web), seed=saved.config.seed),
         onnx=onnx,
         train=False if train is None else train.plan,
         replace=replace,

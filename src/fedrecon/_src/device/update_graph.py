@@ -35,7 +35,7 @@ from fedrecon_device.plan import MOST_REPORTS, PLAN_FORMAT, PLAN_VERSION
 SIDES = ("support", "query")
 RANDOM = (
     "the algorithm draws random numbers while it computes (dropout, or simulated noise), which a device cannot: train "
-    "a model without dropout; with `secure`, set simulated_noise=False"
+    "a model without dropout; with `ClientNoise`, set simulated=False"
 )
 Prepare = Callable[[Any], Batch]  # of numpy or JAX arrays
 ROW_FIELDS = ("rows", "num_rows", "slots", "support_slots")
@@ -51,7 +51,7 @@ class DevicePlan(NamedTuple):
         `secure(protocol="two-servers")`.
       reports_per_day: how many reports a device sends per day at most.
       min_examples: a device with fewer examples does not take part.
-      delta: of the guarantee, if devices add noise (`secure(noise_multiplier=..., simulated_noise=False)`).
+      delta: of the guarantee, if devices add noise (`ClientNoise(..., simulated=False)` of `secure`).
 
     Example:
       >>> import fedrecon as fr

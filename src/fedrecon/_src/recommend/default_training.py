@@ -26,7 +26,7 @@ from fedrecon._src.recommend.task import Ready, Users
 from fedrecon._src.recommend.tasks import TASKS, build_algorithm, task_of
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluator
-from fedrecon._src.simulation.training import Callback, Run, Validation
+from fedrecon._src.simulation.training import Callback, ProgressBar, Run, Validation
 from fedrecon._src.simulation.training import train as run_rounds
 from fedrecon._src.storage.run_folder import RunFolder
 
@@ -88,8 +88,7 @@ def train_algorithm(
         ledger=options.ledger,
         folder=options.folder,
         layout=options.layout,
-        progress=options.progress,
-        callbacks=options.callbacks,
+        callbacks=[*options.callbacks, ProgressBar(options.progress)],
     )
 
 

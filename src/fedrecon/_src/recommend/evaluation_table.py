@@ -118,8 +118,8 @@ def measure_personal(
       trained: whether `users` has the training users, whose n-grams are counted if the run is not private.
       progress: a progress display.
     """
-    config, clients = saved.config, getattr(users, part)
-    if not isinstance(config, TextConfig) or "other" not in clients.columns:
+    config, clients = cast(TextConfig, saved.config), getattr(users, part)
+    if "other" not in clients.columns:  # only sentences have it: how words outside the vocabulary are spelled
         return None
     fresh = algorithm.model.init_local(jax.random.key(config.seed))
     anybody = word_evaluation.model_predictions(algorithm, saved.params, fresh)

@@ -164,11 +164,8 @@ def _secure(config: Config, clients: int, per_round: float, noise: float) -> agg
     return aggregators.secure(
         config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is not chosen yet
         clients=config.sampling.capacity(clients),
-        noise_multiplier=noise,
-        per_round=per_round,
-        least=least,
+        noise=aggregators.ClientNoise(noise, per_round, least, fixed_scales(config)),
         weigh="examples" if is_recipe(config) else "uniform",
-        scales=fixed_scales(config),
     )
 
 

@@ -14,5 +14,6 @@ from fedrecon._src.server.averaging import mean as mean
 from fedrecon._src.server.averaging import rescale as rescale
 from fedrecon._src.server.averaging import weight_of as weight_of
 from fedrecon._src.server.averaging import zero as zero
+from fedrecon._src.server.fixed_point import ClientNoise as ClientNoise
 from fedrecon._src.server.fixed_point import secure as secure
 from fedrecon._src.server.gaussian import private as private

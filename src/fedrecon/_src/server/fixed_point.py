@@ -4,11 +4,11 @@ Everything that is added is in the ring, also the weight, counts and metrics, so
 that leaves a client (`to_vectors`, for `fedrecon._src.privacy.secure_sum`). Integers add up exactly in any order: the
 simulation has the result of the protocol to the bit. Rounding costs at most half a step per client and entry.
 
-With `noise_multiplier` clients add noise themselves, and the server never sees a sum without it. Then all weigh the
+With `noise` clients add noise themselves, and the server never sees a sum without it. Then all weigh the
 same, the sum is divided by the expected number of clients, counts and metrics are not sent, and uploads are whole, with
 noise on rows that nobody touched. Here that noise is a rounded Gaussian of the variance that the client's share of
-Skellam noise has, since this is a simulation and protects nobody; a deployment encodes with `simulated_noise=False` and
-adds `fedrecon._src.privacy.noise.draw`, which is exact and from the system's entropy.
+Skellam noise has, since this is a simulation and protects nobody; a deployment encodes with `simulated=False` and adds
+`fedrecon._src.privacy.noise.draw`, which is exact and from the system's entropy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,19 +48,40 @@ Protocol = Literal["four-messages", "two-servers"]
 RESOLUTION = 2**12  # integers that the noise in the sum is wide: a float32 can be rounded to each of them
 
 
+class ClientNoise(NamedTuple):
+    """Noise that clients add to their own summands, so that the server never sees a sum without it.
+
+    Attributes:
+      multiplier: noise in the sum that clients add together, in units of the clipping norm.
+      per_round: how many take part on average; the sum is divided by this.
+      least: this many trusted clients together add all of it. Fewer add less than was promised, so a round with fewer
+        must not be unmasked.
+      scales: what changes of the parameters are multiplied by meanwhile, as for `rescale`.
+      simulated: add it here. False where hosts of clients add it, as many as `least` or more (`Aggregator.share`),
+        which nodes of a deployment do.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> noise = fr.aggregators.ClientNoise(1.0, per_round=100, least=80)
+      >>> aggregate = fr.aggregators.secure(clip_norm=1.0, clients=120, noise=noise)
+    """
+
+    multiplier: float
+    per_round: float
+    least: int
+    scales: Scales | None = None
+    simulated: bool = True
+
+
 @register_factory
-def secure(  # noqa: PLR0913 (keywords, of which a call names a few)
+def secure(
     clip_norm: float,
     *,
     clients: int,
     weigh: Weigh | None = None,
     max_weight: float = 1000.0,
     max_metric: float = 1e5,
-    noise_multiplier: float | None = None,
-    per_round: float | None = None,
-    least: int | None = None,
-    scales: Scales | None = None,
-    simulated_noise: bool = True,
+    noise: ClientNoise | None = None,
     protocol: Protocol = "four-messages",
     bits: int = 32,
 ) -> Aggregator:
@@ -72,13 +93,7 @@ def secure(  # noqa: PLR0913 (keywords, of which a call names a few)
       weigh: as for `mean`, by examples by default; with noise as for `private`, where all weigh the same by default.
       max_weight: the largest weight of a client; larger ones are cut to this.
       max_metric: the largest sum of a metric over a client's examples; larger ones are cut to this.
-      noise_multiplier: noise in the sum that clients add together, in units of the clipping norm; None for none.
-      per_round: with noise: how many take part on average; the sum is divided by this.
-      least: with noise: this many trusted clients together add all of it. Fewer add less than was promised, so a
-        round with fewer must not be unmasked.
-      scales: with noise: what changes of the parameters are multiplied by meanwhile, as for `rescale`.
-      simulated_noise: with noise: add it here. False where hosts of clients add it, as many as `least` or more
-        (`Aggregator.share`), which nodes of a deployment do.
+      noise: what clients add together; None for none.
       protocol: how a deployment makes the sum: `four-messages` between clients and one server, or `two-servers` that do
         not work together, with one message per client. The result is the same.
       bits: of the ring, 20, 24 or 32. With two servers, fewer bits make reports smaller and rounding coarser: of
@@ -96,16 +111,20 @@ def secure(  # noqa: PLR0913 (keywords, of which a call names a few)
     check_choice("protocol", protocol, get_args(Protocol))
     check_choice("bits", bits, (20, 24, 32) if protocol == "two-servers" else (32,))
     ring = RingSum(protocol, bits)
-    if noise_multiplier is not None:
-        if per_round is None or least is None:
-            raise ValueError("`noise_multiplier` needs `per_round` and `least`, the mean and least number of clients")
+    if noise is not None:
+        noise = ClientNoise(*noise)  # a saved algorithm has it as a plain tuple
         sized = functools.partial(
-            _share, clip_norm=clip_norm, noise_multiplier=noise_multiplier, clients=clients, least=least, bits=bits
+            _share,
+            clip_norm=clip_norm,
+            noise_multiplier=noise.multiplier,
+            clients=clients,
+            least=noise.least,
+            bits=bits,
         )
         sized(1)  # bad settings are reported here, not in the first round
-        stages = [] if scales is None else [rescale(scales)]
+        stages = [] if noise.scales is None else [rescale(noise.scales)]
         clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
-        noised = _noised_integers(sized, per_round, simulated_noise)._replace(ring=ring)
+        noised = _noised_integers(sized, noise.per_round, noise.simulated)._replace(ring=ring)
         return chain(finite(), *stages, clipped, noised)
     check_number("max_weight", max_weight, above=True)
     check_number("max_metric", max_metric, above=True)

@@ -208,7 +208,7 @@ def compare(
         None trains on all examples.
       split: support and query of unseen and validation clients; half and half by default, whatever training does.
       seeds: the seeds to train with. Settings are chosen with the first one.
-      **training: other arguments of `train`, such as `clients_per_round`, `layout` and `progress`.
+      **training: other arguments of `train`, such as `clients_per_round`, `layout` and `callbacks`.
 
     Returns:
       A `Comparison`.

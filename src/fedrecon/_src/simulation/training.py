@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import finish, metric_names
-from fedrecon._src.core.progress import Advance, Progress, silent
+from fedrecon._src.core.progress import Progress, bars
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.privacy.ledger import Ledger, Spending, spending
 from fedrecon._src.server.aggregator import Report
@@ -78,6 +79,43 @@ class Callback:
         Args:
           run: the result.
         """
+
+    def while_training(self, done: int, rounds: int) -> AbstractContextManager[None]:
+        """Return a context that is open while rounds run, such as a display.
+
+        Args:
+          done: rounds that a resumed run has behind it.
+          rounds: all of them.
+        """
+        return contextlib.nullcontext()
+
+
+class ProgressBar(Callback):
+    """Shows the rounds and the loss on standard error, if that is a terminal.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> callbacks = [fr.ProgressBar()]  # of `fr.train`
+    """
+
+    def __init__(self, progress: Progress = bars):
+        """Use a display.
+
+        Args:
+          progress: opens it.
+        """
+        self._progress = progress
+
+    @contextlib.contextmanager
+    def while_training(self, done: int, rounds: int) -> Iterator[None]:
+        """Open the display."""
+        with self._progress("training", rounds) as self._advance:
+            self._advance(done, "compiling" if done < rounds else "")
+            yield
+
+    def after_round(self, record: Record) -> None:
+        """Advance by a round."""
+        self._advance(1, f"loss {record['loss']:.4f}")
 
 
 class RecordCallback(Callback):
@@ -225,7 +263,6 @@ def train(
     ledger: Ledger | None = None,
     folder: RunFolder | str | Path | None = None,
     layout: Layout | None = None,
-    progress: Progress = silent,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train global parameters.
@@ -245,8 +282,7 @@ def train(
       folder: where to write metrics and checkpoints; training continues from its newest checkpoint if it has one. A
         `RunFolder` says how often there is a checkpoint.
       layout: on which JAX devices and in what blocks clients run.
-      progress: a progress display.
-      callbacks: called after every round and evaluation, and at the end.
+      callbacks: called after every round and evaluation, and at the end; `ProgressBar()` shows how far it is.
 
     Returns:
       A `Run`. Ctrl-C ends training early and keeps what was learned until then. A `DivergenceWarning` says, once, if
@@ -291,10 +327,13 @@ def train(
     log = _Log(folder, callbacks)
     done = loop.restore(folder, log.history) if folder else 0
     evaluations = _Evaluations(validation, affordable, spent, log)
-    lock = folder.lock() if folder else contextlib.nullcontext()
-    with lock, progress("training", affordable) as advance, interruptible() as stop_requested:
-        advance(done, "compiling" if done < affordable else "")
-        interrupted = _run_rounds(loop, affordable, evaluations, log, advance, stop_requested)
+    with contextlib.ExitStack() as stack:
+        if folder:
+            stack.enter_context(folder.lock())
+        for callback in callbacks:
+            stack.enter_context(callback.while_training(done, affordable))
+        stop_requested = stack.enter_context(interruptible())
+        interrupted = _run_rounds(loop, affordable, evaluations, log, stop_requested)
     run = _result(loop, log.history, spent, interrupted)
     if spent and not interrupted and run.stopped is None and run.rounds < rounds:
         run.stopped = spent.why_stopped(run.rounds)
@@ -310,12 +349,7 @@ def _as_sampling(clients_per_round: int | Sampling | None) -> Sampling:
 
 
 def _run_rounds(
-    loop: _Loop,
-    rounds: int,
-    evaluations: _Evaluations,
-    log: _Log,
-    advance: Advance,
-    stop_requested: Callable[[], bool],
+    loop: _Loop, rounds: int, evaluations: _Evaluations, log: _Log, stop_requested: Callable[[], bool]
 ) -> bool:
     """Run rounds until the last one, with evaluations and checkpoints; return whether Ctrl-C stopped them."""
     folder = log.folder
@@ -324,7 +358,6 @@ def _run_rounds(
     def record_pending() -> None:
         while loop.pending:
             log.record(loop.pending.popleft())
-            advance(1, f"loss {log.history[-1]['loss']:.4f}")
 
     try:
         evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation

@@ -133,22 +133,16 @@ def run(args: Join) -> int:
 
 def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) -> Node:
     """Return the node that an operator's options describe."""
-    from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan, import_algorithm
+    from fedrecon._src.deploy.algorithm_plan import import_algorithm
     from fedrecon._src.deploy.memory import Memory
     from fedrecon._src.deploy.node import Node
     from fedrecon._src.deploy.node_keys import read_public_keys
-    from fedrecon._src.deploy.settings_plan import SettingsPlan
 
     code = None if args.algorithm is None else import_algorithm(args.algorithm, args.source)
 
     def read(plan: Plan) -> NodeData:
-        if isinstance(plan, SettingsPlan):
-            data = plan.read_file(args.source, args.data, args.min_examples)
-        else:
-            assert isinstance(plan, AlgorithmPlan)
-            assert code is not None  # or the plan could not have been read
-            assert code.clients is not None
-            data = plan.split_clients(code.clients)
+        clients = None if code is None else code.clients
+        data = plan.node_data(args.source, args.data, args.min_examples, clients)
         train, valid, test = map(len, data.users)
         skipped = listed_counts(data.skipped)
         say(
