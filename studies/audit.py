@@ -343,9 +343,9 @@ def _audit_round_zero(noise: float, canaries: int, delta: float, seed: int, sabo
         total = round_zero.answer_each(state, item[took_part], rating[took_part], owner[took_part]).total()
         total = total * (2 if sabotage == "twice" else 1) + rng.normal(0.0, used, len(total))
         answers = round_zero.answer_each(state, item, rating, owner)  # what each would have answered
-        unique = np.bincount(answers.index, minlength=len(total))[answers.index] == 1  # others would be in the way
-        values = np.where(unique, answers.value * total[answers.index], 0.0) / noise_scale**2
-        scores += np.bincount(answers.client, values, canaries)
+        client, index, value = (np.concatenate(arrays) for arrays in zip(*answers.parts, strict=True))
+        unique = np.bincount(index, minlength=len(total))[index] == 1  # others would be in the way
+        scores += np.bincount(client, np.where(unique, value * total[index], 0.0) / noise_scale**2, canaries)
         state = round_zero.advance(state, {ANSWER: total}, used)
     claimed = epsilon_of(round_zero.releases(), delta)
     return audit(scores[inside], scores[~inside], claimed=claimed, delta=delta)

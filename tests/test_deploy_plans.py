@@ -321,5 +321,5 @@ def test_the_largest_message_of_a_plan_has_room_for_joining_after_round_zero():
         model=dataclasses.replace(ROUND_ZERO_CONFIG.model, dim=1, implicit_feedback=False, implicit_prior=0.0),
     )
     plan = make_plan(config, Items(np.arange(300_000)))
-    state = plan.zero.start()._replace(asked=1)
+    state = plan.zero.start()._replace(answered=1)
     assert len(plan.content) + len(plan.zero.to_bytes(state)) + 2**14 < largest_message(plan)

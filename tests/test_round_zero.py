@@ -11,8 +11,9 @@ from safetensors.numpy import load
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.privacy.accounting import Release, epsilon_of
+from fedrecon._src.recommend.answers import MOMENTS
 from fedrecon._src.recommend.estimate import MAX_SKEWNESS
-from fedrecon._src.recommend.exact_answers import skewness
+from fedrecon._src.recommend.estimators import skewness
 from fedrecon._src.recommend.round_zero import (
     RoundZero,
     add_discrete_noise,
@@ -46,10 +47,10 @@ def test_answers_of_single_clients_add_up_to_the_answer_of_all(noise):
     state = zero.start()
     while not state.done:
         total, expected = answer_one_by_one(zero, state, clients), zero.answer(state, clients)
-        assert total.keys() == expected.keys() == zero.zeros(state.asked).keys()
+        assert total.keys() == expected.keys() == zero.zeros(state.answered).keys()
         for name in total:
             np.testing.assert_allclose(total[name], expected[name], rtol=1e-9, atol=1e-9)
-            assert zero.zeros(state.asked)[name].shape == expected[name].shape
+            assert zero.zeros(state.answered)[name].shape == expected[name].shape
         state = zero.advance(state, total)
 
 
@@ -68,7 +69,7 @@ def test_a_state_survives_as_bytes(options):
     clients, zero = generated(users=20), RoundZero(num_items=30, **options)
     state = zero.start()
     while not state.done:
-        assert zero.from_bytes(zero.to_bytes(state)).asked == state.asked
+        assert zero.from_bytes(zero.to_bytes(state)).answered == state.answered
         state = zero.advance(zero.from_bytes(zero.to_bytes(state)), zero.answer(state, clients))
     result = zero.read_result(zero.to_bytes(state))
     np.testing.assert_array_equal(result.estimate.item_count, state.estimate.item_count)
@@ -81,7 +82,7 @@ def test_a_state_survives_as_bytes(options):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("noise", -1.0), ("asked", 99.0), ("transform", 2.0), ("item_count", -1.0), ("mean", np.nan), ("kept", 1e9)],
+    [("noise", -1.0), ("answered", 99.0), ("transform", 2.0), ("item_count", -1.0), ("mean", np.nan), ("inliers", 1e9)],
 )
 def test_a_state_that_makes_no_sense_is_refused(name, value):
     zero = RoundZero(num_items=2)
@@ -94,6 +95,11 @@ def test_a_state_that_makes_no_sense_is_refused(name, value):
 def first_total(item, rating):
     zero = RoundZero(num_items=2)
     return zero.answer_rows(zero.start(), item, rating)
+
+
+def skewness_of(total):
+    sums = total["answer"].reshape(len(MOMENTS), -1).sum(1)
+    return skewness(dict(zip(MOMENTS, sums, strict=True)))
 
 
 def after_first(total, **options):
@@ -174,13 +180,13 @@ def test_counts_are_recognised_and_predicted_as_counts():
 
 def test_skewness_by_hand():
     total = first_total([0, 0, 0, 0], [0.0, 0.0, 0.0, 4.0])
-    assert skewness(total) == pytest.approx(2 / 3**0.5)  # of a coin with chance 1/4: (1 - 2p) / sqrt(pq)
+    assert skewness_of(total) == pytest.approx(2 / 3**0.5)  # of a coin with chance 1/4: (1 - 2p) / sqrt(pq)
 
 
 def test_ratings_below_zero_are_never_counts():
     rating = np.append(np.zeros(99), 1000.0) - 1
     total = first_total(np.zeros(100, int), rating)
-    assert skewness(total) > MAX_SKEWNESS
+    assert skewness_of(total) > MAX_SKEWNESS
     assert after_first(total).transform == "none"
     with pytest.raises(ValueError, match="99 are negative"):
         after_first(total, transform="log1p")

@@ -34,7 +34,7 @@ def test_sums_of_parts_give_what_all_clients_give():
     parts, state = (clients.take(np.arange(15)), clients.take(np.arange(15, 40))), zero.start()
     while not state.done:
         answers = [zero.answer(zero.from_bytes(zero.to_bytes(state)), part) for part in parts]
-        zeros = zero.zeros(state.asked)
+        zeros = zero.zeros(state.answered)
         assert {name: value.shape for name, value in zeros.items()} == {k: v.shape for k, v in answers[0].items()}
         state = zero.advance(state, {name: answers[0][name] + answers[1][name] for name in zeros})
     result = zero.read_result(zero.to_bytes(state))
@@ -48,7 +48,7 @@ def test_states_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="not over"):
         zero.read_result(zero.to_bytes(state))
     with pytest.raises(ValueError, match="invalid values"):
-        zero.from_bytes(zero.to_bytes(state._replace(asked=9)))
+        zero.from_bytes(zero.to_bytes(state._replace(answered=9)))
     with pytest.raises(ValueError, match="non-finite"):
         zero.from_bytes(zero.to_bytes(state._replace(basis=state.basis * np.nan)))
     with pytest.raises(ValueError, match="`dim`"):

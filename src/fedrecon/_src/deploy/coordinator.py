@@ -174,7 +174,7 @@ class _Training(NodeRegistry):
         if file.exists():
             state = zero.from_bytes(base64.b64decode(read_manifest(file, ROUND_ZERO_FORMAT)["state"]))
         while not state.done:
-            question = Question(self.run_id, 0, f"{PREPARE}{state.asked}", zero.to_bytes(state))
+            question = Question(self.run_id, 0, f"{PREPARE}{state.answered}", zero.to_bytes(state))
             node_sum = self._collect_sum(question, all_nodes=True).node_sum
             nodes = len(node_sum.nodes) * (plan.least_nodes if self.over_gateways else 1)  # or more
             state = plan_privacy.advance_round_zero(zero, state, node_sum.parts, nodes)

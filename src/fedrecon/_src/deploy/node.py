@@ -242,15 +242,15 @@ class Node:
         if (zero := plan.zero) is None or self.memory.round >= 0 or self.memory.questions >= MAX_QUESTIONS:
             raise Failure("old_round", "the plan has no round zero, it is over, or it was requested too often")
         state = zero.from_bytes(body)
-        if purpose != f"{PREPARE}{state.asked}" or state.done:
-            raise Failure("garbage", f"the question has number {state.asked}, but the message asks for {purpose}")
+        if purpose != f"{PREPARE}{state.answered}" or state.done:
+            raise Failure("garbage", f"the question has number {state.answered}, but the message asks for {purpose}")
         if zero.noised:
-            self._spend_question(plan, zero, state.asked)
+            self._spend_question(plan, zero, state.answered)
         self.memory.note_question()
         users = self.data.users.train
         if len(users) < plan.least_users:
             users = users.take(np.zeros(len(users), bool))
-        elif state.asked == 0:
+        elif state.answered == 0:
             self._say(f"round zero: sums over {len(users)} {plan.people}")
         return plan_privacy.answer_round_zero(zero, state, users)
 

@@ -129,7 +129,7 @@ def answer_round_zero(
     Raises:
       StateError: the state is forged: it asks for answers that have no bound.
     """
-    sums, share = zero.answer(state, users) if len(users) else zero.zeros(state.asked), zero.share_of_noise(state)
+    sums, share = zero.answer(state, users) if len(users) else zero.zeros(state.answered), zero.share_of_noise(state)
     return sums if share is None else {ANSWER: sums[ANSWER] + draw(share, generator())}
 
 

@@ -18,7 +18,7 @@ MAX_SKEWNESS = 2.0  # ratings have a skewness between -1 and 0; plays and clicks
 FAR = 8.0  # in interquartile ranges; eleven standard deviations of a normal distribution, and no scale is that wide
 FAR_EXTREMES = 2.0  # the same for the clients' highest and lowest ratings, which are far out already
 TAILS = (0.25, 0.1, 0.05)  # quartiles; where half of all ratings are equal, quantiles further out
-MOMENTS = ("count", "sum", "square", "cube", "log_sum", "log_square")
+POWERS = ("count", "sum", "square", "cube", "log_sum", "log_square")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RatingRange(NamedTuple):
 
     def sum_moments(self, total: Mapping[str, Any]) -> dict[str, float]:
         """Return the moments of the ratings in the range."""
-        return {name: float(np.sum(np.asarray(total[name])[self.first : self.last + 1])) for name in MOMENTS}
+        return {name: float(np.sum(np.asarray(total[name])[self.first : self.last + 1])) for name in POWERS}
 
 
 class Estimate(NamedTuple):
@@ -192,27 +192,27 @@ class State(NamedTuple):
 
     Attributes:
       questions: all of them, in order.
-      asked: how many of them were answered.
+      answered: how many of them were.
       estimate: from the answers so far.
-      kept: the ratings that are not outliers; with bounded answers, none are dropped.
+      inliers: the ratings that are not outliers; with bounded answers, none are dropped.
       bounds: of the answers; None if they are exact.
     """
 
     questions: tuple[Question, ...]
-    asked: int
+    answered: int
     estimate: Estimate
-    kept: RatingRange = RatingRange()
+    inliers: RatingRange = RatingRange()
     bounds: Bounds | None = None
 
     @property
     def question(self) -> Question:
         """The next question."""
-        return self.questions[self.asked]
+        return self.questions[self.answered]
 
     @property
     def done(self) -> bool:
         """Whether all questions were answered."""
-        return self.asked >= len(self.questions)
+        return self.answered >= len(self.questions)
 
 
 def transform_ratings(rating: Any, transform: str) -> np.ndarray:
@@ -294,25 +294,6 @@ def fit_user_traits(estimate: Estimate, traits: np.ndarray, residual: np.ndarray
 # are equal).
 
 
-def bin_moments(rating: np.ndarray, owner: np.ndarray) -> dict[str, np.ndarray]:
-    """Sum powers of ratings and of log(1 + x) by bin, the clients' shares of ratings, and their extreme bins.
-
-    Args:
-      rating: `(ratings,)` in double precision.
-      owner: `(ratings,)` the client of each rating.
-    """
-    index, logs = BINS.index(rating), np.log1p(np.maximum(rating, 0))
-    size = np.bincount(owner)
-    powers = {"count": None, "sum": rating, "square": rating**2, "cube": rating**3}
-    powers |= {"log_sum": logs, "log_square": logs**2, "share": 1.0 / size[owner]}
-    sums = {name: np.bincount(index, values, BINS.count).astype(np.float64) for name, values in powers.items()}
-    highest, lowest = np.full(len(size), -1), np.full(len(size), BINS.count)
-    np.maximum.at(highest, owner, index)
-    np.minimum.at(lowest, owner, index)
-    extremes = {"highest": highest[size > 0], "lowest": lowest[size > 0]}
-    return sums | {name: np.bincount(at, minlength=BINS.count).astype(np.float64) for name, at in extremes.items()}
-
-
 def negative_share(total: Mapping[str, Any]) -> float:
     """Return the share of ratings below zero, with weight 1 for every client."""
     share = np.asarray(total["share"])
@@ -323,7 +304,7 @@ def find_range(total: Mapping[str, Any], logarithm: bool) -> RatingRange:
     """Return the range of the ratings that are not outliers.
 
     Args:
-      total: the sum of all clients' `bin_moments`.
+      total: the sum of all clients' answers about moments, by name.
       logarithm: whether distances are those of log(1 + x), where everything below zero is out of range.
     """
     if not np.sum(total["share"]) > 0:

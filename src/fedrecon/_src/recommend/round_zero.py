@@ -5,8 +5,8 @@
         state = round_zero.advance(state, sum of round_zero.answer(state, clients) over clients)
 
 Who adds the answers does not matter: the simulator, nodes that each hold many clients, or a secure sum. The sums give
-the scale of ratings, item biases and ridges; `spectral_start` asks about clicks. With noise, answers are bounded and
-totals are noised; what is asked differs (`bounded_answers`), what is estimated does not.
+the scale of ratings, item biases and ridges; `spectral_start` asks about clicks. With noise, `answers` are bounded and
+totals are noised; what is asked for differs a little, what is estimated (`estimators`) does not.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedrecon._src.core.wire import from_bytes, to_bytes
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon._src.privacy.ring import restore
-from fedrecon._src.recommend import bounded_answers, exact_answers
-from fedrecon._src.recommend.bounded_answers import Entries
+from fedrecon._src.recommend import answers, estimators
+from fedrecon._src.recommend.answers import Entries
 from fedrecon._src.recommend.estimate import (
     BINS,
     Bounds,
@@ -43,7 +43,9 @@ PURPOSE = "round zero"
 TRANSFORMS: tuple[Transform, ...] = ("none", "log1p")
 EXACT_PASSES, BOUNDED_PASSES = (10, 5), (2, 1)  # how often biases and traits are asked for
 OVERFLOW_ROOM = 4  # sums do not overflow even with this many times the clients that were announced
-ANSWER = "answer"  # the only array of a bounded answer
+ANSWER = "answer"  # the only array of an answer
+# How the budget of noise is divided: shares of the sum of 1 / noise^2.
+SHARES: dict[Question, float] = {"range": 0.02, "scale": 0.05, "first biases": 0.4, "biases": 0.48, "traits": 0.05}
 POSITIVE = ("deviation", "noise", "item_variance", "user_variance", "item_bias_ridge", "user_bias_ridge")
 
 Add = Callable[[Entries, int, float], tuple[np.ndarray, Release]]
@@ -72,7 +74,7 @@ class RoundZero:
       >>> state = round_zero.start()
       >>> while not state.done:
       ...     state = round_zero.advance(state, round_zero.answer(state, ratings))
-      >>> state.asked
+      >>> state.answered
       16
     """
 
@@ -96,7 +98,7 @@ class RoundZero:
             "`bias_passes` must be at least 1 for exact sums": self.noised or self.bias_passes != 0,
             "`noise_multiplier` needs `clients`, the number of clients": not self.noised or self.clients >= 1,
         }
-        if broken := [rule for rule, kept in rules.items() if not kept]:
+        if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ValueError(f"{broken[0]} (got {self})")
 
     @property
@@ -151,41 +153,41 @@ class RoundZero:
 
     def answer_rows(self, state: State, item: Any, rating: Any, owner: Any = None) -> Sums:
         """Return the sum of the answers of the clients `owner` (from 0; by default a single one) who gave ratings."""
-        rows = _check_rows(item, rating, owner)
-        if state.bounds is None:
-            return exact_answers.answer(state, *rows)
-        entries, share = bounded_answers.answer(state, *rows).check(), self.share_of_noise(state)
+        entries, share = self.answer_each(state, item, rating, owner), self.share_of_noise(state)
+        if state.bounds is not None:
+            entries.check()
         return {ANSWER: entries.total() if share is None else entries.integer_total(share.grid)}
 
     def answer_each(self, state: State, item: Any, rating: Any, owner: Any = None) -> Entries:
-        """Return the bounded answers of single clients, to noise or audit them."""
-        return bounded_answers.answer(state, *_check_rows(item, rating, owner))
+        """Return the answers of single clients, to noise or audit them."""
+        return answers.answer(state, *_check_rows(item, rating, owner))
 
-    def zeros(self, asked: int) -> Sums:
-        """Return the sum over no clients after `asked` questions, in the shapes of all others."""
-        if not 0 <= asked < len(self.questions):
-            raise StateError(f"`asked` must be from 0 to {len(self.questions) - 1} (got {asked})")
-        state = self.start()._replace(asked=asked)
-        if state.bounds is not None:
-            return {ANSWER: np.zeros(bounded_answers.answer_length(state), np.uint64 if self.hosts else np.float64)}
-        return self.answer_rows(state, np.zeros(0, np.int64), np.zeros(0))
+    def zeros(self, answered: int) -> Sums:
+        """Return the sum over no clients after some questions, in the shapes of all others."""
+        if not 0 <= answered < len(self.questions):
+            raise StateError(f"`answered` must be from 0 to {len(self.questions) - 1} (got {answered})")
+        length = answers.answer_length(self.start()._replace(answered=answered))
+        return {ANSWER: np.zeros(length, np.uint64 if self.hosts else np.float64)}
 
     def noise_of(self, state: State) -> float:
         """Return the standard deviation of the noise in the next total; 0 if sums are exact."""
-        return 0.0 if not self.noise_multiplier else bounded_answers.noise_multiplier_of(state, self.noise_multiplier)
+        if not self.noise_multiplier:
+            return 0.0
+        shares = [SHARES[question] for question in state.questions]
+        return self.noise_multiplier * math.sqrt(sum(shares) / SHARES[state.question])
 
     def share_of_noise(self, state: State) -> ShareOfNoise | None:
         """Return what each host adds to its next answer; None if hosts add no noise."""
         if not self.hosts:
             return None
-        length, most = bounded_answers.answer_length(state), max(OVERFLOW_ROOM * self.clients, self.hosts)
+        length, most = answers.answer_length(state), max(OVERFLOW_ROOM * self.clients, self.hosts)
         return share_of_noise(1.0, length, self.noise_of(state), clients=most, least=self.hosts, bits=64)
 
     def releases(self) -> tuple[Release, ...]:
         """Return what all questions give away, for a ledger; nothing if sums are exact."""
         if not self.noised:
             return ()
-        states = [self.start()._replace(asked=asked) for asked in range(len(self.questions))]
+        states = [self.start()._replace(answered=number) for number in range(len(self.questions))]
         releases = (
             Release(self.noise_of(state), 1.0, 1)
             if (share := self.share_of_noise(state)) is None
@@ -202,15 +204,13 @@ class RoundZero:
           total: the sum of all clients' answers to it, with noise if there is any.
           noise: the standard deviation of the noise in every entry; by default `noise_of(state)`.
         """
-        if state.bounds is None:
-            return exact_answers.advance(state, total, self.transform)
         noise, share = self.noise_of(state) if noise is None else noise, self.share_of_noise(state)
         values = total[ANSWER] if share is None else restore(share.grid, total[ANSWER])
-        return bounded_answers.advance(state, values, noise, self.transform, approximate=self.approximate)
+        return estimators.advance(state, values, noise, self.transform, approximate=self.approximate)
 
     def to_bytes(self, state: State) -> bytes:
         """Write a state for clients; before the first question, there is nothing to tell them."""
-        return to_bytes(_to_tree(state)) if state.asked else b""
+        return to_bytes(_to_tree(state)) if state.answered else b""
 
     def from_bytes(self, data: bytes) -> State:
         """Read a state from bytes that may be anything.
@@ -280,7 +280,11 @@ def _check_rows(item: Any, rating: Any, owner: Any) -> tuple[np.ndarray, np.ndar
 
 def _to_tree(state: State) -> dict[str, np.ndarray]:
     values: dict[str, Any] = state.estimate._asdict()
-    values |= {"asked": state.asked, "kept": state.kept, "transform": TRANSFORMS.index(state.estimate.transform)}
+    values |= {
+        "answered": state.answered,
+        "inliers": state.inliers,
+        "transform": TRANSFORMS.index(state.estimate.transform),
+    }
     if state.bounds is not None:
         values |= {f"bounds_{name}": value for name, value in state.bounds._asdict().items()}
     tree = {name: np.asarray(value, np.float64) for name, value in values.items()}
@@ -291,13 +295,13 @@ def _to_tree(state: State) -> dict[str, np.ndarray]:
 
 def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
     """Undo `_to_tree`, for arrays that have its shapes."""
-    asked, first, last, outliers = (
-        int(np.nan_to_num(number)) for number in (tree["asked"], *tree["kept"], tree["outliers"])
+    answered, first, last, outliers = (
+        int(np.nan_to_num(number)) for number in (tree["answered"], *tree["inliers"], tree["outliers"])
     )
     code = float(tree["transform"])
     checks = {
-        "asked": 0 < asked <= len(start.questions),
-        "kept": 0 <= first <= last < BINS.count,
+        "answered": 0 < answered <= len(start.questions),
+        "inliers": 0 <= first <= last < BINS.count,
         "transform": code in (0.0, 1.0),
         "outliers": outliers >= 0,
         "item_count": (tree["item_count"] >= 0).all(),
@@ -318,7 +322,7 @@ def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
     bounds = None
     if start.bounds is not None:
         bounds = Bounds(**{name: _number(tree[f"bounds_{name}"]) for name in names})
-    return State(start.questions, asked, estimate, RatingRange(first, last), bounds)
+    return State(start.questions, answered, estimate, RatingRange(first, last), bounds)
 
 
 def _number(array: np.ndarray) -> Any:
@@ -402,14 +406,13 @@ def run_round_zero(
     """
     rows, state, releases = _rows(clients), round_zero.start(), []
     while not state.done:
-        noise = round_zero.noise_of(state)
+        noise, entries = round_zero.noise_of(state), round_zero.answer_each(state, *rows)
         if add is None:
-            total = round_zero.answer_rows(state, *rows)
+            total = entries.total()
         else:
-            noised, release = add(round_zero.answer_each(state, *rows), len(clients), noise * noise_scale)
-            total = {ANSWER: noised}
+            total, release = add(entries, len(clients), noise * noise_scale)
             releases.append(release._replace(noise_multiplier=noise, purpose=PURPOSE))
-        state = round_zero.advance(state, total, noise * noise_scale)
+        state = round_zero.advance(state, {ANSWER: total}, noise * noise_scale)
     count = state.estimate.item_count
     visible = None if state.bounds is None else np.where(count > state.bounds.deviation, count, 0.0)
     return Answers(state.estimate, visible, tuple(releases))

@@ -30,13 +30,13 @@ class SpectralState(NamedTuple):
     """What a server knows between questions.
 
     Attributes:
-      asked: how many questions were answered.
+      answered: how many questions were answered.
       item_count: `(items,)` how many users have each item.
       basis: `(items, dim)`, orthonormal columns.
       values: `(dim,)` eigenvalues, the largest first; zeros before the last answer.
     """
 
-    asked: int
+    answered: int
     item_count: np.ndarray
     basis: np.ndarray
     values: np.ndarray
@@ -44,7 +44,7 @@ class SpectralState(NamedTuple):
     @property
     def done(self) -> bool:
         """Whether all questions were answered."""
-        return self.asked > PASSES
+        return self.answered > PASSES
 
     @property
     def estimate(self) -> Estimate:
@@ -122,7 +122,7 @@ class SpectralStart(RoundZero):
           clients: with a column `item`.
         """
         item = np.asarray(clients.columns["item"])[rows_of(clients.starts, clients.ends)]
-        if state.asked == 0:
+        if state.answered == 0:
             return {COUNT: np.bincount(item, minlength=self.num_items).astype(np.float64)}
         owner = np.repeat(np.arange(len(clients)), clients.sizes)
         scale = np.where(state.item_count > 0, np.maximum(state.item_count, 1) ** -0.25, 0.0)
@@ -135,11 +135,11 @@ class SpectralStart(RoundZero):
             total += part.T @ (part @ state.basis)
         return {PRODUCT: total}
 
-    def zeros(self, asked: int) -> dict[str, np.ndarray]:
-        """Return the sum over no clients after `asked` questions, in the shapes of all others."""
-        if not 0 <= asked <= PASSES:
-            raise ValueError(f"`asked` must be from 0 to {PASSES} (got {asked})")
-        return {PRODUCT: np.zeros((self.num_items, self.dim))} if asked else {COUNT: np.zeros(self.num_items)}
+    def zeros(self, answered: int) -> dict[str, np.ndarray]:
+        """Return the sum over no clients after `answered` questions, in the shapes of all others."""
+        if not 0 <= answered <= PASSES:
+            raise ValueError(f"`answered` must be from 0 to {PASSES} (got {answered})")
+        return {PRODUCT: np.zeros((self.num_items, self.dim))} if answered else {COUNT: np.zeros(self.num_items)}
 
     def advance(self, state: Any, total: Mapping[str, Any], noise: float | None = None) -> Any:
         """Return the next state.
@@ -149,21 +149,21 @@ class SpectralStart(RoundZero):
           total: the sum of all clients' answers to it.
           noise: none.
         """
-        if state.asked == 0:
-            return state._replace(asked=1, item_count=np.rint(np.asarray(total[COUNT], np.float64)))
+        if state.answered == 0:
+            return state._replace(answered=1, item_count=np.rint(np.asarray(total[COUNT], np.float64)))
         product = np.asarray(total[PRODUCT], np.float64)
-        if state.asked < PASSES:
-            return state._replace(asked=state.asked + 1, basis=_orthonormal(product))
+        if state.answered < PASSES:
+            return state._replace(answered=state.answered + 1, basis=_orthonormal(product))
         small = state.basis.T @ product
         values, rotation = np.linalg.eigh((small + small.T) / 2)
         basis = state.basis @ rotation[:, ::-1]
         return state._replace(
-            asked=state.asked + 1, basis=basis.astype(np.float32), values=np.maximum(values[::-1], 0.0)
+            answered=state.answered + 1, basis=basis.astype(np.float32), values=np.maximum(values[::-1], 0.0)
         )
 
     def to_bytes(self, state: Any) -> bytes:
         """Write a state for clients; before the first question, there is nothing to tell them."""
-        return to_bytes(_to_tree(state)) if state.asked else b""
+        return to_bytes(_to_tree(state)) if state.answered else b""
 
     def from_bytes(self, data: bytes) -> Any:
         """Read a state from bytes that may be anything.
@@ -175,7 +175,7 @@ class SpectralStart(RoundZero):
         if not data:
             return start
         tree = from_bytes(data, _to_tree(start))
-        number = int(tree["asked"])
+        number = int(tree["answered"])
         if not all(np.isfinite(leaf).all() for leaf in tree.values()):
             raise StateError("the state of round zero has non-finite values")
         if not 1 <= number <= PASSES + 1 or (tree["item_count"] < 0).any() or (tree["values"] < 0).any():
@@ -237,5 +237,5 @@ def _orthonormal(columns: np.ndarray) -> np.ndarray:
 
 
 def _to_tree(state: SpectralState) -> dict[str, np.ndarray]:
-    tree = state._asdict() | {"asked": np.float64(state.asked)}
+    tree = state._asdict() | {"answered": np.float64(state.answered)}
     return {name: np.asarray(value) for name, value in tree.items()}
