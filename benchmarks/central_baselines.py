@@ -23,7 +23,7 @@ import numpy as np
 
 import fedrecon as fr
 from fedrecon._src.app.experiment import run_experiment
-from fedrecon._src.core.progress import silent
+from fedrecon._src.core.display import silent
 from fedrecon._src.recommend.config import DEFAULT
 from fedrecon._src.recommend.tasks import Users, task_of
 from fedrecon._src.storage.run_folder import RunFolder

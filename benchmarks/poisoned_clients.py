@@ -51,7 +51,7 @@ def train(aggregate, clients, items, rounds=ROUNDS, per_round=PER_ROUND):
 def with_defaults(count, transform="auto", rating=RATING, rated=RATED, rounds=ROUNDS):
     """Run `fedrecon train` without options on a file of 145 users, of whom `count` of those that train are hostile."""
     from fedrecon._src.app.experiment import run_experiment
-    from fedrecon._src.core.progress import silent
+    from fedrecon._src.core.display import silent
     from fedrecon._src.recommend.config import DEFAULT
     from fedrecon._src.recommend.tasks import task_of
     from fedrecon._src.storage.run_folder import RunFolder

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedrecon._src.core.progress import bars
+from fedrecon._src.core.display import bars
 from studies.runner import Plan, reproduce
 
 STUDIES = ("movielens", "text", "privacy", "ranking", "recommendation", "expressions", "relatives")

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig
 from fedrecon._src.recommend.ranking import ItemSets

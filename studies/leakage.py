@@ -25,13 +25,12 @@ from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage, with_par
 from fedrecon._src.algorithms.rounds import client_update
 from fedrecon._src.algorithms.validation import decide_lookups, features_of
 from fedrecon._src.app.experiment import users_of_run
-from fedrecon._src.client.lookups.lookup_tables import lookup_groups
+from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Cohort, Examples, Packer
-from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.display import bars, lay_out
 from fedrecon._src.core.keys import as_number, client_keys, round_key, words_of
-from fedrecon._src.core.progress import bars
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import RowChanges

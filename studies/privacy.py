@@ -14,7 +14,7 @@ import numpy as np
 
 import fedrecon as fr
 from fedrecon._src.client.optimizers import keep_constant, with_prior
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend.budget import Population
 from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Update
 from fedrecon._src.recommend.protection import Protection, protect

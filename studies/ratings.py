@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend.config import Config, Data, RatingsConfig
 from fedrecon._src.recommend.rating_model import build_model
 from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update

@@ -24,8 +24,8 @@ import optax
 
 import fedrecon as fr
 from fedrecon._src.algorithms.rounds import init_client_state
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.core.keys import run_keys
-from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.recommend import protocols, ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig
 from fedrecon._src.recommend.ranking import Holdout, ItemSets, Scorer

@@ -22,7 +22,7 @@ import optax
 
 import fedrecon as fr
 from fedrecon import algorithms
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend.config import ClickData, ClicksConfig
 from fedrecon._src.simulation.comparison import keeps_local, measure_costs
 from fedrecon._src.simulation.explanation import format_size

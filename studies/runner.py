@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 import fedrecon as fr
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from studies.report import compose, to_html, to_markdown, write_page
 from studies.study import Data, Job, Kind, Result, Results, Study, evaluation_at, with_value
 

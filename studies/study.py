@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fedrecon._src.core.progress import Progress
+from fedrecon._src.core.display import Progress
 from fedrecon._src.recommend.config import Config, Update
 
 Result = Mapping[str, Any]  # of one job and seed; see `training.train`

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend.config import TextConfig, Update
 from fedrecon._src.recommend.recipe import build_update
 from fedrecon._src.recommend.tasks import build_algorithm

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.core.progress import Progress
+from fedrecon._src.core.display import Progress
 from studies.study import Job
 
 Measure = Callable[[int, Any, Any], Mapping[str, fr.Evaluation]]  # (round, params, local state) -> by measure

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 import fedrecon as fr
-from fedrecon._src.deploy.memory import Memory
+from fedrecon._src.deploy.node import Memory
 from fedrecon._src.deploy.settings_plan import make_plan
 from fedrecon._src.recommend.config import (
     Aggregate,

@@ -9,7 +9,7 @@ import optax
 
 import fedrecon as fr
 from fedrecon._src.data.vocabulary import PAIR_ROWS
-from fedrecon._src.device.bundle_data import made_up_ratings
+from fedrecon._src.device.export import made_up_ratings
 from fedrecon._src.recommend.config import DEFAULT, Scale
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.settings import Ranking

@@ -28,7 +28,7 @@ import optax
 
 import fedrecon as fr
 from fedrecon._src.app.cli import main
-from fedrecon._src.app.resuming import read_run
+from fedrecon._src.app.experiment import read_run
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.storage.atomic import StorageError
 from fedrecon._src.storage.run_folder import list_stashes

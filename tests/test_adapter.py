@@ -10,7 +10,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.core.model import Step
-from fedrecon._src.models.adapters.losses import make_loss, make_metrics
+from fedrecon._src.models.losses import make_loss, make_metrics
 from toy_frameworks import DIM, ITEMS, RATINGS, assert_a_round_equals_ours
 from toy_models import a_and_b, assert_close, assert_same_bits, clients_of, descend, leaves_of, one_round, xy
 

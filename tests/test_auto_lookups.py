@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client.lookups.lookup_tables import LookupTables, random_params
-from fedrecon._src.client.lookups.tracing import by_rows, find_reads
+from fedrecon._src.client.lookup_tables import LookupTables, random_params
+from fedrecon._src.client.lookup_tracing import by_rows, find_reads
 from toy_models import (
     assert_close,
     assert_same_history,

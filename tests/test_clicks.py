@@ -9,7 +9,7 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.tuning import CLICKS_SPACE
-from fedrecon._src.core.progress import silent
+from fedrecon._src.core.display import silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.cold_start import blend_popularity

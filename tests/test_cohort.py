@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon._src.client.lookups.lookup_tables import rows_in_order, slots_in_order
+from fedrecon._src.client.lookup_tables import rows_in_order, slots_in_order
 from fedrecon._src.core import cohort as cohort_module
 from fedrecon._src.core.cohort import ABSENT, Drawn, Needs, Packer, arrange
 from fedrecon._src.simulation.engine import put_on_devices

@@ -21,7 +21,7 @@ from device_models import NUMBER, clicks_model, default_model
 from device_page import Page
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.bundle_data import packed, unpacked
+from fedrecon._src.device.export import packed, unpacked
 from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.recommend.serving import Recommender

@@ -13,7 +13,7 @@ import pytest
 import fedrecon as fr
 from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
 from fedrecon._src.app.cli import join, main
-from fedrecon._src.core.progress import silent
+from fedrecon._src.core.display import silent
 from fedrecon._src.deploy import node_keys
 from fedrecon._src.deploy.coordinator import ROUND_ZERO
 from fedrecon._src.deploy.messages import Envelope, largest_message, pack, unpack

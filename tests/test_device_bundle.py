@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon._src.device.bundle_data import packed, unpacked
-from fedrecon._src.device.export import export_form
+from fedrecon._src.device.export import export_form, packed, unpacked
 
 pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
 pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from fedrecon._src.app.cli.train import parse
-from fedrecon._src.app.experiment import users_of_run
-from fedrecon._src.app.resuming import run_to_resume
+from fedrecon._src.app.experiment import run_to_resume, users_of_run
 from fedrecon._src.recommend.config import (
     ConfigError,
     Data,

@@ -15,7 +15,7 @@ ROOT = Path(fr.__file__).parent
 
 # Each may import those before it, never those after. The most specific name counts.
 PLACES = """
-_version core.checks core.pytrees core.factories core.formatting core.progress core.keys storage core client
+_version core.checks core.pytrees core.factories core.display core.keys storage core client
 privacy server algorithms.algorithm algorithms.validation algorithms.rounds algorithms.saving kit algorithms
 simulation.multihost simulation.engine simulation.sampling privacy.ledger simulation models data recommend
 deploy app device app.cli facade __main__

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.client.lookups.lookup_tables import check_lookups, lookup_groups, merge_repeats
-from fedrecon._src.client.lookups.reach import reach
+from fedrecon._src.client.lookup_reach import reach
+from fedrecon._src.client.lookup_tables import check_lookups, lookup_groups, merge_repeats
 from fedrecon._src.core import cohort
 from fedrecon._src.core.cohort import Packer
 from toy_models import (

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedrecon._src.app.cli import main, show
-from fedrecon._src.core.formatting import lay_out, listed_counts, plain, readable
+from fedrecon._src.core.display import lay_out, listed_counts, plain, readable
 
 
 @pytest.mark.parametrize(

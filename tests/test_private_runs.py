@@ -11,7 +11,7 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.app.experiment import run_experiment, users_of_run
 from fedrecon._src.core.client_sampling import Sampling
-from fedrecon._src.core.progress import silent
+from fedrecon._src.core.display import silent
 from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.config import DEFAULT, config_from_json

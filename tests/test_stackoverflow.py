@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedrecon._src.core.progress import silent
+from fedrecon._src.core.display import silent
 from fedrecon._src.data.posts import plain_text
 from fedrecon._src.data.stackoverflow import _unpack, decode_example, read_word_count
 from fedrecon.data import DataError, load_text, prepare_posts, prepare_stackoverflow

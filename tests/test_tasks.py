@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
+from fedrecon._src.core.display import silent
 from fedrecon._src.core.model import evaluated_names
-from fedrecon._src.core.progress import silent
 from fedrecon._src.core.upload import summand_of
 from fedrecon._src.data.vocabulary import PAIR_ROWS
 from fedrecon._src.recommend.config import Factorization, NextWord, RatingsConfig, Reading, Scale, TextConfig, TextData

@@ -6,7 +6,7 @@ from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan as AlgorithmPlan
 from fedrecon._src.deploy.algorithm_plan import plan_for as plan_for
 from fedrecon._src.deploy.coordinator import ServeResult as ServeResult
 from fedrecon._src.deploy.coordinator import serve as serve
-from fedrecon._src.deploy.memory import Memory as Memory
+from fedrecon._src.deploy.node import Memory as Memory
 from fedrecon._src.deploy.node import Node as Node
 from fedrecon._src.deploy.plan import NodeData as NodeData
 from fedrecon._src.deploy.plan import Plan as Plan

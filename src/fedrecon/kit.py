@@ -28,7 +28,7 @@ from fedrecon._src.algorithms.saving import digest as digest
 from fedrecon._src.algorithms.validation import decide_lookups as decide_lookups
 from fedrecon._src.client.batches import set_local_state as set_local_state
 from fedrecon._src.client.gradient_descent import gradient_descent as gradient_descent
-from fedrecon._src.client.lookups.tracing import find_lookups as find_lookups
+from fedrecon._src.client.lookup_tracing import find_lookups as find_lookups
 from fedrecon._src.client.objectives import Objective as Objective
 from fedrecon._src.client.objectives import Problem as Problem
 from fedrecon._src.client.objectives import Solution as Solution

@@ -16,4 +16,4 @@ from fedrecon._src.models import ranking_metrics as ranking_metrics
 from fedrecon._src.models import ranking_params as ranking_params
 from fedrecon._src.models import rows as rows
 from fedrecon._src.models import standardize as standardize
-from fedrecon._src.models.adapters.network import Options as Options
+from fedrecon._src.models.network import Options as Options

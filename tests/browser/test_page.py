@@ -18,7 +18,7 @@ from PIL import Image
 from device_models import clicks_model, counts_model, default_model, trained
 from fedrecon._src.app.cli.demo import SETTINGS
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.bundle_data import packed, unpacked
+from fedrecon._src.device.export import packed, unpacked
 from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.device.web_page import serve
 from fedrecon._src.recommend.saved_models import open_model

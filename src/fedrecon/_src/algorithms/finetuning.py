@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, shapes_of
-from fedrecon._src.client.lookups.lookup_tables import lookup_groups
+from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.client.objectives import Objective, Problem, Solver
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory

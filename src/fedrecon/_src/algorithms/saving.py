@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm, shapes_of
-from fedrecon._src.client.lookups.lookup_tables import lookup_groups
-from fedrecon._src.client.lookups.tracing import by_rows
+from fedrecon._src.client.lookup_tables import lookup_groups
+from fedrecon._src.client.lookup_tracing import by_rows
 from fedrecon._src.core.factories import RecipeError, digest_of, follow, recipe_of
 from fedrecon._src.core.model import AUTO
 from fedrecon._src.core.pytrees import Params, flatten

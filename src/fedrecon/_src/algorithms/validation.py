@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.client.lookups.lookup_tables import check_lookups, lookup_groups, random_params
-from fedrecon._src.client.lookups.tracing import Reads, by_rows, find_reads
+from fedrecon._src.client.lookup_tables import check_lookups, lookup_groups, random_params
+from fedrecon._src.client.lookup_tracing import Reads, by_rows, find_reads
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import AUTO, Model, Step, measure, predict_in
 from fedrecon._src.core.pytrees import flatten

@@ -20,8 +20,7 @@ from scipy.stats import spearmanr
 
 from fedrecon._src.app.plots import write_figure
 from fedrecon._src.core.checks import require
-from fedrecon._src.core.formatting import lay_out
-from fedrecon._src.core.progress import silent
+from fedrecon._src.core.display import lay_out, silent
 from fedrecon._src.data import Ratings
 from fedrecon._src.recommend.config import (
     DEFAULT,

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Float
 
 from fedrecon._src.client.batches import fold_batches
-from fedrecon._src.client.lookups.lookup_tables import original_batch
+from fedrecon._src.client.lookup_tables import original_batch
 from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver, measure_all, zero_sums
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Examples

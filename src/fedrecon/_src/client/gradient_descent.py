@@ -13,8 +13,8 @@ import optax
 from jax import Array
 
 from fedrecon._src.client.batches import Batches
-from fedrecon._src.client.lookups.lookup_tables import change_rows, cut, merge_repeats, phases, put_back, read_rows
-from fedrecon._src.client.lookups.reach import reach, state_labels
+from fedrecon._src.client.lookup_reach import reach, state_labels
+from fedrecon._src.client.lookup_tables import change_rows, cut, merge_repeats, phases, put_back, read_rows
 from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Examples

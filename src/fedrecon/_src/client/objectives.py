@@ -13,8 +13,8 @@ from jax import Array
 from jaxtyping import Float
 
 from fedrecon._src.client.batches import fold_batches
-from fedrecon._src.client.lookups.lookup_tables import LookupTables, original_batch
-from fedrecon._src.client.lookups.reach import Reach
+from fedrecon._src.client.lookup_reach import Reach
+from fedrecon._src.client.lookup_tables import LookupTables, original_batch
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names, predict_in
 from fedrecon._src.core.pytrees import Params, split_params

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrecon._src.client.batches import advance_shared
-from fedrecon._src.client.lookups.lookup_tables import (
+from fedrecon._src.client.lookup_tables import (
     LookupTables,
     check_paths,
     group_name,

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.progress import Advance, Progress, silent
+from fedrecon._src.core.display import Advance, Progress, silent
 from fedrecon._src.data.sentences import Sentences, next_word_columns
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, word_hash

@@ -17,8 +17,7 @@ import numpy as np
 
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import listed_counts
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, listed_counts, silent
 from fedrecon._src.data.corpus import FORMAT, MANIFEST, Corpus
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.data.vocabulary import word_hash

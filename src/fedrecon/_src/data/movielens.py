@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fedrecon._src.core.progress import bars
+from fedrecon._src.core.display import bars
 from fedrecon._src.data.columns import encode_ids
 from fedrecon._src.data.ratings import Ratings, RatingTable, collect_ratings, load_ratings, read_rows, read_titles
 from fedrecon._src.data.sources import (

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from pydantic import BaseModel, ValidationError
 
 from fedrecon._src.core.checks import explain_validation
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data.corpus import FORMAT, Corpus
 from fedrecon._src.data.corpus_writer import CorpusOptions, CorpusSettings, Post, check_client_name, prepare_corpus
 from fedrecon._src.data.sources import (

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from fedrecon._src.core.checks import check_choice
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import listed_counts
+from fedrecon._src.core.display import listed_counts
 from fedrecon._src.data.columns import (
     LONGEST_ID,
     Codes,

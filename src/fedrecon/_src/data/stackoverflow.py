@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data.corpus import Corpus
 from fedrecon._src.data.corpus_writer import (
     KEPT_WORDS,

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from fedrecon._src.core.clients import rows_of
-from fedrecon._src.core.formatting import listed_counts, readable
+from fedrecon._src.core.display import listed_counts, readable
 from fedrecon._src.data.columns import describe_columns
 
 COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above

@@ -18,7 +18,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
 from fedrecon._src.algorithms.saving import digest, save_algorithm, with_lookups
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.client.lookups.lookup_tables import lookup_groups
+from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.model import metric_names

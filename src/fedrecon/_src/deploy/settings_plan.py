@@ -16,8 +16,8 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.core.model import AUTO
-from fedrecon._src.core.progress import Progress, silent
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.data.sources import DataError

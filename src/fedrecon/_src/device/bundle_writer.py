@@ -14,8 +14,18 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.bundle_data import Quantisation, numbers, packed, tables_file, unpacked
-from fedrecon._src.device.export import Exporter, Form, Legend, export_form, wide
+from fedrecon._src.device.export import (
+    Exporter,
+    Form,
+    Legend,
+    Quantisation,
+    export_form,
+    numbers,
+    packed,
+    tables_file,
+    unpacked,
+    wide,
+)
 from fedrecon._src.device.onnx_graphs import OPSET, ExportError, OnnxGraph
 from fedrecon._src.device.update_graph import DevicePlan, UpdateGraph
 from fedrecon._src.storage.atomic import atomic_folder, read_json

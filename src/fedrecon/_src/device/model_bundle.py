@@ -17,9 +17,8 @@ from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
 from fedrecon._src.data.sentences import prompt_columns
-from fedrecon._src.device.bundle_data import Quantisation, made_up_clicks, made_up_ratings
 from fedrecon._src.device.bundle_writer import ITEMS, MOST_EXAMPLES, WORDS, bundle
-from fedrecon._src.device.export import Legend, of_counts, of_weighed
+from fedrecon._src.device.export import Legend, Quantisation, made_up_clicks, made_up_ratings, of_counts, of_weighed
 from fedrecon._src.device.update_graph import DevicePlan
 from fedrecon._src.device.web_page import check_vendor, page_files
 from fedrecon._src.privacy.accounting import Release, noise_for

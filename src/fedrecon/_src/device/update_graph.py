@@ -24,7 +24,7 @@ from fedrecon._src.core.keys import client_keys, round_key, run_keys, words_of
 from fedrecon._src.core.model import Batch
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.core.upload import RowChanges, Summand, broadcast_clients
-from fedrecon._src.device.bundle_data import draws, numbers, plain, promised
+from fedrecon._src.device.export import draws, numbers, plain, promised
 from fedrecon._src.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
 from fedrecon._src.models.text.shared_weights import plain_layers
 from fedrecon._src.privacy.accounting import check_delta, epsilon_of

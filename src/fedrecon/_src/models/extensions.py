@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.client.lookups.lookup_tables import prefixed
+from fedrecon._src.client.lookup_tables import prefixed
 from fedrecon._src.core.checks import MOST_FLOAT, check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step, Weighted, predict_in

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.cohort import Needs, Packer
-from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.display import lay_out
 from fedrecon._src.core.split import Split, half
 from fedrecon._src.recommend.estimate import Estimate
 from fedrecon._src.recommend.round_zero import estimate_ratings

@@ -14,7 +14,7 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import check_finite
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data import Corpus, Ratings, load, load_ratings, load_text
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.config import Config, check_config, preset_of

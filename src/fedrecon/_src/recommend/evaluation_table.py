@@ -12,8 +12,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import lay_out
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, lay_out, silent
 from fedrecon._src.data import Sentences
 from fedrecon._src.recommend import cold_start, word_evaluation
 from fedrecon._src.recommend.config import Config, Reconstruct, TextConfig

@@ -14,7 +14,7 @@ import optax
 from fedrecon._src.client.closed_form import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import readable
+from fedrecon._src.core.display import readable
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.ratings import RatingLimits

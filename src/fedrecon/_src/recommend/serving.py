@@ -15,8 +15,8 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.display import warn_caller
 from fedrecon._src.core.model import Step, predict_in
-from fedrecon._src.core.progress import warn_caller
 from fedrecon._src.data import DataError, Ratings, Vocabulary, personal_text, split_text
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.data.sources import is_readable, open_bytes

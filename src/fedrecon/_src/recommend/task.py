@@ -13,8 +13,8 @@ import optax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.display import Progress
 from fedrecon._src.core.model import Model
-from fedrecon._src.core.progress import Progress
 from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend.config import Config, Reading

@@ -14,8 +14,7 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import rows_of
 from fedrecon._src.core.cohort import Needs, Packer
-from fedrecon._src.core.formatting import lay_out
-from fedrecon._src.core.progress import Progress, silent
+from fedrecon._src.core.display import Progress, lay_out, silent
 from fedrecon._src.core.split import Split
 from fedrecon._src.data import Sentences, Vocabulary, input_ids
 from fedrecon._src.recommend.personal_words import DISCOUNT, NextWords, PersonalWords, expected_counts

@@ -18,7 +18,7 @@ from fedrecon._src.algorithms.rounds import upload_groups
 from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.cohort import Needs, Packer
-from fedrecon._src.core.formatting import lay_out, readable
+from fedrecon._src.core.display import lay_out, readable
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, evaluate

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.core.progress import warn_caller
+from fedrecon._src.core.display import warn_caller
 
 if TYPE_CHECKING:
     from fedrecon._src.simulation.evaluation import Evaluation

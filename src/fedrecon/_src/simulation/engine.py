@@ -23,7 +23,7 @@ from fedrecon._src.algorithms.algorithm import (
     shapes_of,
     summand_shapes,
 )
-from fedrecon._src.client.lookups.lookup_tables import lookup_groups
+from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Cohort, Drawn, arrange
 from fedrecon._src.core.keys import client_keys

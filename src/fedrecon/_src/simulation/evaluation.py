@@ -19,9 +19,9 @@ from fedrecon._src.client.objectives import Objective, measure_all
 from fedrecon._src.core.checks import check_choice
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Needs, Packer
+from fedrecon._src.core.display import Progress, silent, warn_caller
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import ClientMetrics, Model, evaluated_names, finish
-from fedrecon._src.core.progress import Progress, silent, warn_caller
 from fedrecon._src.core.split import Split, half, query_only
 from fedrecon._src.simulation.divergence import DivergenceWarning, describe_evaluation
 from fedrecon._src.simulation.engine import Layout, compile_each, put_on_devices

@@ -12,11 +12,11 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import known_lookups, probe
-from fedrecon._src.client.lookups.lookup_tables import group_name, lookup_groups, row_groups
-from fedrecon._src.client.lookups.tracing import Reads, find_reads
+from fedrecon._src.client.lookup_tables import group_name, lookup_groups, row_groups
+from fedrecon._src.client.lookup_tracing import Reads, find_reads
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Needs, Packer
-from fedrecon._src.core.formatting import lay_out
+from fedrecon._src.core.display import lay_out
 from fedrecon._src.core.model import AUTO, Batch, Model
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.split import query_only

@@ -20,9 +20,9 @@ from fedrecon._src.algorithms.validation import check_training, decide_lookups
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients, check_clients
+from fedrecon._src.core.display import Progress, bars
 from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import finish, metric_names
-from fedrecon._src.core.progress import Progress, bars
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.privacy.ledger import Ledger, Spending, spending
 from fedrecon._src.server.aggregator import Report

@@ -186,7 +186,7 @@ def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = N
 
 
 def _fail(sentence: str, code: int) -> int:
-    from fedrecon._src.core.formatting import plain
+    from fedrecon._src.core.display import plain
 
     print(f"fedrecon: {plain(' '.join(sentence.split()))}", file=sys.stderr)
     return code

@@ -45,7 +45,7 @@ def run(args: Demo) -> int:
     """Train, compare, recommend."""
     from fedrecon._src.app.experiment import run_experiment
     from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.core.progress import bars
+    from fedrecon._src.core.display import bars
     from fedrecon._src.recommend.tasks import RATINGS
     from fedrecon._src.simulation.training import RecordCallback
     from fedrecon._src.storage.atomic import StorageError

@@ -45,9 +45,8 @@ parse = partial(options.parse, Evaluate, "evaluate")
 
 def run(args: Evaluate) -> int:
     """Evaluate and print."""
-    from fedrecon._src.app.experiment import users_of_run
-    from fedrecon._src.app.resuming import with_columns
-    from fedrecon._src.core.progress import bars
+    from fedrecon._src.app.experiment import users_of_run, with_columns
+    from fedrecon._src.core.display import bars
     from fedrecon._src.recommend.evaluation_table import (
         measure_known_baselines,
         measure_personal,

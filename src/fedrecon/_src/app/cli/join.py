@@ -17,7 +17,7 @@ from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.core.checks import MOST_ROUNDS
-from fedrecon._src.core.formatting import listed_counts
+from fedrecon._src.core.display import listed_counts
 from fedrecon._src.recommend.config import Reading, Rule
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ def run(args: Join) -> int:
 def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) -> Node:
     """Return the node that an operator's options describe."""
     from fedrecon._src.deploy.algorithm_plan import import_algorithm
-    from fedrecon._src.deploy.memory import Memory
-    from fedrecon._src.deploy.node import Node
+    from fedrecon._src.deploy.node import Memory, Node
     from fedrecon._src.deploy.node_keys import read_public_keys
 
     code = None if args.algorithm is None else import_algorithm(args.algorithm, args.source)

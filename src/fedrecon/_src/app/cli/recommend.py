@@ -59,8 +59,8 @@ parse = partial(options.parse, Recommend, "recommend")
 
 def run(args: Recommend) -> int:
     """Recommend and print."""
-    from fedrecon._src.app.resuming import with_columns
-    from fedrecon._src.core.progress import silent
+    from fedrecon._src.app.experiment import with_columns
+    from fedrecon._src.core.display import silent
     from fedrecon._src.data import Ratings
     from fedrecon._src.recommend.saved_models import open_for
     from fedrecon._src.recommend.serving import Recommender

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.core.formatting import listed_counts, plain
+from fedrecon._src.core.display import listed_counts, plain
 
 if TYPE_CHECKING:
     from fedrecon._src.recommend.config import Config

@@ -181,7 +181,7 @@ def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> Experim
     """Train; the first process shows progress and writes the log."""
     from fedrecon._src.app.experiment import run_experiment
     from fedrecon._src.app.logs import log_to
-    from fedrecon._src.core.progress import bars
+    from fedrecon._src.core.display import bars
     from fedrecon._src.simulation.multihost import is_first_process
     from fedrecon._src.simulation.training import RecordCallback
 

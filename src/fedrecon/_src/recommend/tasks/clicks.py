@@ -15,9 +15,8 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import federated_ials
 from fedrecon._src.client.optimizers import with_prior
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import listed_counts
+from fedrecon._src.core.display import Progress, listed_counts
 from fedrecon._src.core.model import Model
-from fedrecon._src.core.progress import Progress
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.data import Ratings, RatingsSchema
 from fedrecon._src.data.columns import describe_columns

@@ -11,8 +11,8 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.display import Progress
 from fedrecon._src.core.model import Model
-from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Ratings, RatingsSchema, load, load_titles, unique_labels
 from fedrecon._src.data.columns import MissingColumnsError
 from fedrecon._src.data.movielens import NAMES

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.formatting import listed_counts
+from fedrecon._src.core.display import Progress, listed_counts
 from fedrecon._src.core.model import Model
-from fedrecon._src.core.progress import Progress
 from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
 from fedrecon._src.data.corpus_writer import KEPT_WORDS
 from fedrecon._src.data.posts import choose_preparer

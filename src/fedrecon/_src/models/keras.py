@@ -16,7 +16,7 @@ from jax import Array
 from fedrecon._src.core.checks import require
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Batch, Model
-from fedrecon._src.models.adapters.network import (
+from fedrecon._src.models.network import (
     Arrays,
     Mode,
     Network,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from fedrecon._src.client.lookups.lookup_tables import ORIGINAL, BatchRows, original_batch
+from fedrecon._src.client.lookup_tables import ORIGINAL, BatchRows, original_batch
 from fedrecon._src.core.model import Batch, Model, Step
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 

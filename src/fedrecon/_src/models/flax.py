@@ -17,7 +17,7 @@ from fedrecon._src.core.checks import require
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.models.adapters.network import (
+from fedrecon._src.models.network import (
     Arrays,
     Mode,
     Network,

@@ -16,7 +16,7 @@ from fedrecon._src.core.checks import check_choice, check_number, near_miss
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
-from fedrecon._src.models.adapters.losses import CLASS_LOSSES, Loss, Metrics, feature, make_loss, make_metrics
+from fedrecon._src.models.losses import CLASS_LOSSES, Loss, Metrics, feature, make_loss, make_metrics
 
 Treatment = Literal["local", "averaged", "frozen"]
 Inputs = str | Sequence[str] | Mapping[str, str]

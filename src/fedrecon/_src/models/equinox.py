@@ -13,7 +13,7 @@ from jax import Array
 from fedrecon._src.core.checks import require
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten, path_name, unflatten
-from fedrecon._src.models.adapters.network import Arrays, Mode, Network, Options, adapt, moving
+from fedrecon._src.models.network import Arrays, Mode, Network, Options, adapt, moving
 
 
 def from_equinox(

@@ -1,1 +1,0 @@
-"""Tables that are read by rows: how they are found, fetched and changed."""

@@ -1,1 +1,0 @@
-"""Models of other frameworks as fedrecon models."""
