@@ -49,7 +49,7 @@ def test_a_summary_says_which_columns_were_recognised(tmp_path):
 )
 def test_counts_are_recognised(values, counts):
     found = ratings_of(values).describe()
-    assert found.looks_like_counts == counts
+    assert found.are_counts == counts
     assert ("look like counts" in found.sentence()) == counts
 
 
@@ -64,4 +64,4 @@ def test_parts_of_the_users_are_described_by_their_own_ratings(monkeypatch):
     assert found.deviation == pytest.approx(own.std())
     assert found.skewness == pytest.approx(((own - own.mean()) ** 3).mean() / own.std() ** 3)
     nobody = ratings.take([]).describe()
-    assert (nobody.users, nobody.ratings, nobody.looks_like_counts) == (0, 0, False)
+    assert (nobody.users, nobody.ratings, nobody.are_counts) == (0, 0, False)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.ledger import spending
@@ -114,9 +115,8 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         f"{RUN} does not say where it began": not all(type(number) is int for number in numbers)
         or not isinstance(facts.get("resumed"), list),
     }
-    for obstacle, stands in obstacles.items():
-        if stands:
-            raise StorageError(f"the run in {folder.path} cannot be resumed: {obstacle}. Start over with --overwrite.")
+    sentence = f"the run in {folder.path} cannot be resumed: {{}}. Start over with --overwrite."
+    check_rules({sentence.format(obstacle): not stands for obstacle, stands in obstacles.items()}, StorageError)
     return facts
 
 
@@ -292,7 +292,7 @@ def run_experiment(
         if overwrite:
             folder.replace()
         folder.describe(facts)
-        watch = RecordCallback(Watch(protection.config, task, say, task.looks_like_counts(config, data)))
+        watch = RecordCallback(Watch(protection.config, task, say, task.are_counts(config, data)))
         options = RunOptions(folder, jax_layout, protection.ledger, callbacks=[watch, *callbacks], progress=progress)
         return _run(prepared._replace(config=protection.config), algorithm, facts, options)
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from fedrecon._src.client.batches import fold_batches
 from fedrecon._src.client.lookup_tables import original_batch
 from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver, measure_all, zero_sums
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names
@@ -263,5 +263,4 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
         "predictions that are linear in what is solved for": np.all(bend <= 1e-3),
         "the squared error as `loss`, one value per prediction": np.allclose(values, squares, 1e-3, 1e-4),
     }
-    if missing := [need for need, holds in needs.items() if not holds]:
-        raise ValueError(f"least squares needs {missing[0]}; use gradient_descent")
+    check_rules({f"least squares needs {need}; use gradient_descent": holds for need, holds in needs.items()})

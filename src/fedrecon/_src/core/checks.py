@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # slow to import
@@ -49,6 +49,17 @@ def check_number(
         bounds = f"{'above' if above else 'at least'} {least}"
         bounds += "" if most == MOST_FLOAT else f" and {'below' if below else 'at most'} {most}"
         raise ValueError(f"`{name}` must be a finite number {bounds} (got {value!r:.30})")
+
+
+def check_rules(rules: Mapping[str, Any], error: type[ValueError] = ValueError) -> None:
+    """Check several rules.
+
+    Args:
+      rules: `{what must hold, in words: whether it does}`.
+      error: what to raise with the first that does not hold.
+    """
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        raise error(broken[0])
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fedrecon._src.core.checks import check_column, check_number
+from fedrecon._src.core.checks import check_column, check_number, check_rules
 from fedrecon._src.core.keys import as_number, as_words, mix_hashes, name_hashes
 from fedrecon._src.core.tabular import read_csv, read_parquet, to_arrays, to_arrow
 from fedrecon._src.storage.arrays import (
@@ -95,8 +95,7 @@ class Clients:
                 not checked or bool(starts.min() >= 0 and ends.max() <= rows and (starts <= ends).all())
             ),
         }
-        if broken := [rule for rule, holds in rules.items() if not holds]:
-            raise ValueError(broken[0])
+        check_rules(rules)
 
     def __repr__(self) -> str:
         """Describe the clients in one line, without their data."""
@@ -180,10 +179,11 @@ class Clients:
         else:
             ids = _plain("client", client)
         short = {name: len(values) for name, values in arrays.items() if len(values) != len(ids)}
-        if ids.ndim != 1 or short:
-            raise ValueError(f"every column must have one row per client id, {ids.shape} (got {short}).")
-        if ids.dtype.kind == "f" and np.isnan(ids).any():
-            raise ValueError("some client ids are NaN: drop those rows or give them an id.")
+        rules = {
+            f"every column must have one row per client id, {ids.shape} (got {short}).": ids.ndim == 1 and not short,
+            "some client ids are NaN: drop those rows or give them an id.": ids.dtype.kind != "f" or (ids == ids).all(),
+        }
+        check_rules(rules)
         if (ids[1:] < ids[:-1]).any():
             order = np.argsort(ids, kind="stable")
             ids = ids[order]

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.upload import ROW_CHUNK, RowChanges, Upload
 
@@ -143,8 +144,7 @@ def _check_clients(upload: Upload) -> None:
             f"counts fewer than 0 or more than {rows} rows": (change.count >= 0) & (change.count <= rows),
             "has values that are not zero in its padding": change.values[padding] == 0,
         }
-        if broken := [rule for rule, holds in rules.items() if not np.all(holds)]:
-            raise WireError(f"{path!r} {broken[0]}")
+        check_rules({f"{path!r} {rule}": np.all(holds) for rule, holds in rules.items()}, WireError)
 
 
 def _is_rows(value: Any) -> bool:

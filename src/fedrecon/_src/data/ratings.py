@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 import numpy as np
 import pyarrow as pa
 
-from fedrecon._src.core.checks import check_choice
+from fedrecon._src.core.checks import check_choice, check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import listed_counts
 from fedrecon._src.data.columns import (
@@ -475,10 +475,11 @@ def unique_labels(titles: Sequence[str], ids: Sequence[Any]) -> list[str]:
       >>> fr.data.unique_labels(["Hamlet", "Brazil", "Hamlet"], [1, 2, 3])
       ['Hamlet [1]', 'Brazil', 'Hamlet [3]']
     """
-    if len(titles) != len(ids):
-        raise ValueError(f"`titles` and `ids` must have the same length (got {len(titles)} and {len(ids)}).")
-    if len(set(map(str, ids))) < len(ids):
-        raise ValueError("`ids` must be distinct.")
+    rules = {
+        f"`titles` and `ids` must have the same length (got {len(titles)} and {len(ids)}).": len(titles) == len(ids),
+        "`ids` must be distinct.": len(set(map(str, ids))) == len(ids),
+    }
+    check_rules(rules)
     names = [title or str(id_) for title, id_ in zip(titles, ids, strict=True)]
     while clash := {name for name, count in Counter(names).items() if count > 1}:  # a title may look like a label
         names = [f"{name} [{id_}]" if name in clash else name for name, id_ in zip(names, ids, strict=True)]

@@ -35,7 +35,7 @@ class Summary:
     Example:
       >>> import fedrecon as fr
       >>> summary = fr.data.load_ratings({"user": [1, 1, 2], "item": [1, 2, 1], "rating": [1, 2, 6]}).describe()
-      >>> summary.mean, summary.looks_like_counts
+      >>> summary.mean, summary.are_counts
       (3.0, False)
       >>> summary.sentence()
       '2 users rated 2 items 3 times: ...'
@@ -55,7 +55,7 @@ class Summary:
     recognised: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def looks_like_counts(self) -> bool:
+    def are_counts(self) -> bool:
         """Whether these look like plays, clicks or purchases: nothing negative, and a few far above the others."""
         return self.least >= 0 and self.skewness > COUNTS_SKEWNESS
 
@@ -72,7 +72,7 @@ class Summary:
             f"Ratings go from {readable(self.least, 6)} to {readable(self.greatest, 6)}, "
             f"with mean {readable(self.mean)} and standard deviation {readable(self.deviation)}."
         )
-        if counts and self.looks_like_counts:
+        if counts and self.are_counts:
             text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
         left_out = listed_counts(self.skipped)
         text += f" Left out: {left_out}." if left_out else " Nothing was left out."

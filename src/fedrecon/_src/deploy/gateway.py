@@ -71,7 +71,7 @@ class Gateway:
             message = unpack(data, largest_message(self.plan))
             if message.plan != self.plan.digest:
                 raise Failure("wrong_plan", f"this gateway serves plan {self.plan.digest[:16]} and no other")
-            body = self._join(message, seconds) if message.kind == "join" else self._ask(message, seconds)
+            body = self._register(message, seconds) if message.kind == "join" else self._request_sum(message, seconds)
             return pack(Envelope(OK, message.plan, message.run, message.round, {}, body))
         except Failure as failure:
             self.say(f"refused: {failure.why}")
@@ -79,7 +79,7 @@ class Gateway:
         except NotEnoughNodes as error:
             return refusal(message, Failure("not_joined", str(error)))
 
-    def _join(self, message: Envelope, seconds: float) -> bytes:
+    def _register(self, message: Envelope, seconds: float) -> bytes:
         """Take part in a run, once there are clients who do."""
         size = message.facts.get("result_bytes", 0)
         result = message.body[len(message.body) - size :] if size else b""
@@ -115,7 +115,7 @@ class Gateway:
         registry.pace = dataclasses.replace(self.pace, patience=min(self.pace.patience, seconds / 2))
         return registry.wait_for_nodes(self.channel.clock.monotonic(), message.round)
 
-    def _ask(self, message: Envelope, seconds: float) -> bytes:
+    def _request_sum(self, message: Envelope, seconds: float) -> bytes:
         """Pass a question on to clients, and return the sum of their answers."""
         end = self.channel.clock.monotonic() + SHARE_OF_TIME * seconds
         ready, registry = self._clients(message, seconds, self._recall(message.run)), self._registry

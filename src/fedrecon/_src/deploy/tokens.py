@@ -13,7 +13,7 @@ import time
 from collections.abc import Hashable
 from pathlib import Path
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.storage.atomic import read_bytes
 
 SECRET_BYTES = 32
@@ -51,10 +51,11 @@ def issue_token(secret: bytes, device: str, seconds: float = 30 * 86_400) -> str
       >>> token.split(".")[:2]
       ['v1', 'phone-7']
     """
-    if not _DEVICE.fullmatch(device):
-        raise ValueError(f"`device` must be 1 to 64 letters, digits, - and _ (got {device[:80]!r})")
-    if len(secret) < SECRET_BYTES:
-        raise ValueError(f"`secret` must have {SECRET_BYTES} bytes or more (got {len(secret)})")
+    rules = {
+        f"`device` must be 1 to 64 letters, digits, - and _ (got {device[:80]!r})": _DEVICE.fullmatch(device),
+        f"`secret` must have {SECRET_BYTES} bytes or more (got {len(secret)})": len(secret) >= SECRET_BYTES,
+    }
+    check_rules(rules)
     check_number("seconds", seconds, most=LONGEST, above=True)
     text = f"v1.{device}.{int(time.time() + seconds)}"
     return f"{text}.{_mac(secret, text)}"

@@ -16,7 +16,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm, Method, encode, shapes
 from fedrecon._src.algorithms.rounds import as_clients, client_total, total_shapes
 from fedrecon._src.algorithms.saving import digest
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, Packer, lengths_for, row_capacity
 from fedrecon._src.core.factories import RecipeError, recipe_of
@@ -68,18 +68,22 @@ class DevicePlan(NamedTuple):
 
     def check(self, algorithm: Algorithm, *, onnx: bool = True) -> None:
         """Raise a `ValueError` if it does not fit the algorithm's sums, or if there are no graphs."""
-        if not onnx:
-            raise ValueError("`train` needs graphs (got onnx=False)")
+        check_rules({"`train` needs graphs (got onnx=False)": onnx})
         for name in ("rounds", "least", "reports_per_day", "min_examples"):
             check_number(name, getattr(self, name), least=1)
         check_number("reports_per_day", self.reports_per_day, most=MOST_REPORTS)
         check_delta(self.delta)
         if _protocol(algorithm) == "open" and self.helper is None:
             return
-        if _protocol(algorithm) == "open":
-            raise ValueError('`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")')
-        if self.helper is None or not re.fullmatch("[0-9a-f]{64}", self.helper):
-            raise ValueError(f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})")
+        rules = {
+            '`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")': (
+                _protocol(algorithm) != "open"
+            ),
+            f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})": (
+                re.fullmatch("[0-9a-f]{64}", self.helper or "")
+            ),
+        }
+        check_rules(rules)
         check_number("least", self.least, least=2)  # the sum of one report is the report
 
 

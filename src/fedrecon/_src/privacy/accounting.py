@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedrecon._src.core.checks import check_choice, check_number, require
+from fedrecon._src.core.checks import check_choice, check_number, check_rules, require
 
 MOST_ROUNDS = 10**6  # beyond this, rounding up takes over: losses of a round are smaller than its steps
 MOST_EPSILON = 1e4
@@ -71,11 +71,14 @@ class Release(NamedTuple):
         check_number("noise_multiplier", self.noise_multiplier, above=True)
         check_number("rate", self.rate, most=1, above=True)
         check_number("rounds", self.rounds, most=MOST_ROUNDS)
-        if self.apart is not None and (self.apart < 1 or self.rate < 1):
-            raise ValueError(f"`apart` must be at least 1, with `rate` 1 (got apart={self.apart}, rate={self.rate})")
         check_choice("mechanism", self.mechanism, ("gaussian", "skellam"))
-        if self.mechanism == "skellam" and (not self.steps or not self.length):
-            raise ValueError("Skellam noise needs `steps` and `length`")
+        rules = {
+            f"`apart` must be at least 1, with `rate` 1 (got apart={self.apart}, rate={self.rate})": (
+                self.apart is None or (self.apart >= 1 and self.rate >= 1)
+            ),
+            "Skellam noise needs `steps` and `length`": self.mechanism != "skellam" or (self.steps and self.length),
+        }
+        check_rules(rules)
         return self
 
 

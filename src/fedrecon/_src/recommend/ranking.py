@@ -31,6 +31,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.split import Split
@@ -156,8 +157,7 @@ def top_items(scores: np.ndarray, n: int) -> np.ndarray:
       >>> fr.recommend.top_items(np.array([0.5, 2.0, -np.inf, 0.5]), 2).tolist()
       [1, 0]
     """
-    if n < 1:
-        raise ValueError(f"`n` must be at least 1 (got {n})")
+    check_number("n", n, least=1)
     items = np.flatnonzero(np.isfinite(scores))
     if n < len(items):
         values = scores[items]
@@ -482,8 +482,7 @@ def ease(train: ItemSets, num_items: int, *, ridge: float = 300.0, pair_counts: 
       >>> score(fr.recommend.item_sets(clients)).shape
       (3, 3)
     """
-    if not ridge > 0:
-        raise ValueError(f"`ridge` must be above 0 (got {ridge})")
+    check_number("ridge", ridge, above=True)
     pairs = count_pairs(train, num_items) if pair_counts is None else pair_counts
     inverse = np.linalg.inv(pairs.astype(np.float64) + ridge * np.eye(num_items))
     weights = (-inverse / np.diag(inverse)).astype(np.float32)

@@ -13,6 +13,7 @@ import optax
 
 from fedrecon._src.client.closed_form import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import readable
 from fedrecon._src.core.model import Model
@@ -56,8 +57,8 @@ class Liking:
 
     def __post_init__(self) -> None:
         """Check that the numbers make sense."""
-        if not np.isfinite(self.bias).all() or not 0 < self.user_ridge < math.inf:
-            raise ValueError("item biases must be finite and their ridge must be above 0")
+        sound = np.isfinite(self.bias).all() and 0 < self.user_ridge < math.inf
+        check_rules({"item biases must be finite and their ridge must be above 0": sound})
 
     def to_json(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -92,6 +93,7 @@ class Items:
         biases = None if self.liking is None else self.liking.bias
         counts, (low, high) = np.zeros(0) if self.counts is None else self.counts, self.scale or (0, 1)
         columns = {"titles": self.titles, "counts": self.counts, "liking": biases}
+        got = f"(got {len(self.ids)} items, scale {self.scale})"
         rules = {
             "`ids` must be a list of at least one item": self.ids.ndim == 1 and len(self.ids) > 0,
             **{
@@ -101,8 +103,7 @@ class Items:
             "`counts` must not be negative": counts.min(initial=0) >= 0,
             "`scale` must be finite, with the lowest rating first": -np.inf < low <= high < np.inf,
         }
-        if broken := [rule for rule, kept in rules.items() if not kept]:
-            raise ValueError(f"{broken[0]} (got {len(self.ids)} items, scale {self.scale})")
+        check_rules({f"{rule} {got}": holds for rule, holds in rules.items()})
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -296,7 +297,7 @@ def prepare_ratings(
       population: in a private run, compute the noise for these, and let the sums have as much of it as theirs; None
         for those who train.
     """
-    answers = _ask(config, users.train, len(items), population)
+    answers = _estimate(config, users.train, len(items), population)
     estimate = answers.estimate
     users = Users(*(transformed(part, estimate.transform) for part in users))
     config, items = apply_estimate(config, items, estimate, answers.counts)
@@ -306,7 +307,7 @@ def prepare_ratings(
     return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)), answers.releases)
 
 
-def _ask(config: RatingsConfig, clients: Clients, num_items: int, population: Population | None) -> Answers:
+def _estimate(config: RatingsConfig, clients: Clients, num_items: int, population: Population | None) -> Answers:
     """Run round zero, in a private run with noise."""
     if not config.privacy.on:
         return run_round_zero(round_zero_of(config, num_items), clients)

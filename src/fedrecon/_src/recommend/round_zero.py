@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.wire import from_bytes, to_bytes
 from fedrecon._src.privacy.accounting import Release
@@ -98,8 +98,7 @@ class RoundZero:
             "`bias_passes` must be at least 1 for exact sums": self.noised or self.bias_passes != 0,
             "`noise_multiplier` needs `clients`, the number of clients": not self.noised or self.clients >= 1,
         }
-        if broken := [rule for rule, holds in rules.items() if not holds]:
-            raise ValueError(f"{broken[0]} (got {self})")
+        check_rules({f"{rule} (got {self})": holds for rule, holds in rules.items()})
 
     @property
     def noised(self) -> bool:
@@ -164,8 +163,7 @@ class RoundZero:
 
     def zeros(self, answered: int) -> Sums:
         """Return the sum over no clients after some questions, in the shapes of all others."""
-        if not 0 <= answered < len(self.questions):
-            raise StateError(f"`answered` must be from 0 to {len(self.questions) - 1} (got {answered})")
+        check_number("answered", answered, most=len(self.questions) - 1)
         length = answers.answer_length(self.start()._replace(answered=answered))
         return {ANSWER: np.zeros(length, np.uint64 if self.hosts else np.float64)}
 
@@ -273,8 +271,7 @@ def _rows(clients: Clients) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _check_rows(item: Any, rating: Any, owner: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     item, rating = np.asarray(item, np.int64), np.asarray(rating, np.float64)
-    if not np.isfinite(rating).all():
-        raise ValueError("`rating` must be finite")
+    check_rules({"`rating` must be finite": np.isfinite(rating).all()})
     return item, rating, np.zeros(len(item), np.int64) if owner is None else np.asarray(owner)
 
 
@@ -314,9 +311,12 @@ def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
         checks |= {"bounds_size": tree["bounds_size"] > 0, "bounds_high": tree["bounds_low"] < tree["bounds_high"]}
         checks |= {f"bounds_{name}": (tree[f"bounds_{name}"] >= 0).all() for name in ("deviation", "variance")}
         checks |= {"bounds_clients": tree["bounds_clients"] >= 1}
-    infinite = [name for name, leaf in tree.items() if not np.isfinite(leaf).all()]
-    if wrong := infinite or [name for name, passed in checks.items() if not passed]:
-        raise StateError(f"the state of round zero has an invalid `{wrong[0]}`")
+    checks = {name: np.isfinite(leaf).all() for name, leaf in tree.items()} | {
+        name: passed and np.isfinite(tree[name]).all() for name, passed in checks.items()
+    }
+    check_rules(
+        {f"the state of round zero has an invalid `{name}`": holds for name, holds in checks.items()}, StateError
+    )
     values = {name: _number(tree[name]) for name in Estimate._fields}
     estimate = Estimate(**values | {"transform": TRANSFORMS[int(code)], "outliers": outliers})
     bounds = None

@@ -61,7 +61,29 @@ class Recommended(NamedTuple):
     rating: float
 
 
-class Recommender:
+class _Served:
+    """A trained model that serves, with the users that training set aside."""
+
+    def __init__(self, saved: SavedModel[Any], users: Users | None, run: Run | None):
+        self.saved, self.run, self._users = saved, run, users
+        self.algorithm: Algorithm = saved.algorithm
+
+    def save(self, folder: str | Path) -> None:
+        """Save the model to a folder, which `fr.recommend.load` or `load_completer` reads.
+
+        Args:
+          folder: one that does not exist, or holds another model, which is replaced.
+        """
+        self.saved.save(folder)
+
+    def _measure(self, clients: Clients | None) -> EvaluationTable:
+        """Measure the model on clients, by default on the test users."""
+        if clients is None and self._users is None:
+            raise ValueError("`clients` must be given: a model that was loaded has no test users")
+        return evaluate_saved(self.saved, self.algorithm, self._users, clients)
+
+
+class Recommender(_Served):
     """A trained model of ratings or clicks, ready to serve.
 
     Attributes:
@@ -81,10 +103,8 @@ class Recommender:
 
     def __init__(self, saved: SavedModel[Items], users: Users | None = None, run: Run | None = None):
         """Serve with a model; nothing is compiled before it is needed."""
-        self.saved, self.items, self.run = saved, saved.legend, run
-        self.algorithm: Algorithm = saved.algorithm
-        self.params = jax.tree.map(jnp.asarray, saved.params)
-        self._users = users
+        super().__init__(saved, users, run)
+        self.items, self.params = saved.legend, jax.tree.map(jnp.asarray, saved.params)
         self._numbers = _number_items(self.items)
         model, num_items = self.algorithm.model, len(self.items)
 
@@ -102,14 +122,6 @@ class Recommender:
         of = self.saved.task.name + (f" from {ends[0]:.6g} to {ends[1]:.6g}" if ends else "")
         return f"Recommender({len(self.items):,} items, trained on {of})"
 
-    def save(self, folder: str | Path) -> None:
-        """Save the model to a folder, which `fr.recommend.load` reads.
-
-        Args:
-          folder: one that does not exist, or holds another model, which is replaced.
-        """
-        self.saved.save(folder)
-
     def evaluate(self, clients: Clients | None = None) -> EvaluationTable:
         """Measure the model on users that took no part in training, next to baselines.
 
@@ -117,12 +129,9 @@ class Recommender:
           clients: the users; by default the test users that `train` set aside. `Ratings` have the items of the model
             (`fr.data.load(..., item_ids=recommender.items.ids)`).
         """
-        if clients is None and self._users is None:
-            raise ValueError("`clients` must be given: a model that was loaded has no test users")
         if isinstance(clients, Ratings) and not np.array_equal(clients.item_ids, self.items.ids):
             raise ValueError("`clients` have other items than the model: load them with item_ids=recommender.items.ids")
-        viewed = None if clients is None else self.saved.task.view(self.saved.config, clients)
-        return evaluate_saved(self.saved, self.algorithm, self._users, viewed)
+        return self._measure(None if clients is None else self.saved.task.view(self.saved.config, clients))
 
     def reconstruct(self, people: Person | Sequence[Person] | Clients) -> Any:
         """Reconstruct the local parameters of one person, or of many with the people first in every leaf.
@@ -362,7 +371,7 @@ class Completions(NamedTuple):
     prompts: list[Completion]
 
 
-class Completer:
+class Completer(_Served):
     """A trained model of the next word, ready to serve.
 
     Attributes:
@@ -379,22 +388,12 @@ class Completer:
 
     def __init__(self, saved: SavedModel[Vocabulary], users: Users | None = None, run: Run | None = None):
         """Serve with a model; nothing is compiled before it is needed."""
-        self.saved, self.vocabulary, self.run = saved, saved.legend, run
-        self.algorithm: Algorithm = saved.algorithm
-        self.params = saved.params
-        self._users = users
+        super().__init__(saved, users, run)
+        self.vocabulary, self.params = saved.legend, saved.params
 
     def __repr__(self) -> str:
         """Describe the completer in one line."""
         return f"Completer({len(self.vocabulary):,} words)"
-
-    def save(self, folder: str | Path) -> None:
-        """Save the model to a folder, which `fr.recommend.load_completer` reads.
-
-        Args:
-          folder: one that does not exist, or holds another model, which is replaced.
-        """
-        self.saved.save(folder)
 
     def evaluate(self, clients: Clients | None = None) -> EvaluationTable:
         """Measure the model on clients that took no part in training, next to baselines.
@@ -402,9 +401,7 @@ class Completer:
         Args:
           clients: with sentences in the words of the model; by default the test clients that `train_text` set aside.
         """
-        if clients is None and self._users is None:
-            raise ValueError("`clients` must be given: a model that was loaded has no test clients")
-        return evaluate_saved(self.saved, self.algorithm, self._users, clients)
+        return self._measure(clients)
 
     def person(self, text: str | Sequence[str] = ()) -> PersonalCompleter:
         """Return what serves one person, and learns from what they write.

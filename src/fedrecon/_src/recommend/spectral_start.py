@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.sparse
 
+from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.wire import from_bytes, to_bytes
 from fedrecon._src.recommend.estimate import Estimate, Question, StateError
@@ -88,10 +89,8 @@ class SpectralStart(RoundZero):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        if self.noised:
-            raise ValueError("`noise_multiplier` cannot be used: round zero for clicks adds no noise")
-        if not 1 <= self.dim <= self.num_items:
-            raise ValueError(f"`dim` must be from 1 to the number of items, {self.num_items} (got {self.dim})")
+        check_number("dim", self.dim, least=1, most=self.num_items)
+        check_rules({"`noise_multiplier` cannot be used: round zero for clicks adds no noise": not self.noised})
 
     @property
     def questions(self) -> tuple[Question, ...]:
@@ -137,8 +136,7 @@ class SpectralStart(RoundZero):
 
     def zeros(self, answered: int) -> dict[str, np.ndarray]:
         """Return the sum over no clients after `answered` questions, in the shapes of all others."""
-        if not 0 <= answered <= PASSES:
-            raise ValueError(f"`answered` must be from 0 to {PASSES} (got {answered})")
+        check_number("answered", answered, most=PASSES)
         return {PRODUCT: np.zeros((self.num_items, self.dim))} if answered else {COUNT: np.zeros(self.num_items)}
 
     def advance(self, state: Any, total: Mapping[str, Any], noise: float | None = None) -> Any:
@@ -175,11 +173,14 @@ class SpectralStart(RoundZero):
         if not data:
             return start
         tree = from_bytes(data, _to_tree(start))
-        number = int(tree["answered"])
-        if not all(np.isfinite(leaf).all() for leaf in tree.values()):
-            raise StateError("the state of round zero has non-finite values")
-        if not 1 <= number <= PASSES + 1 or (tree["item_count"] < 0).any() or (tree["values"] < 0).any():
-            raise StateError("the state of round zero has invalid values")
+        number = int(np.nan_to_num(tree["answered"]))
+        rules = {
+            "the state of round zero has non-finite values": all(np.isfinite(leaf).all() for leaf in tree.values()),
+            "the state of round zero has invalid values": (
+                1 <= number <= PASSES + 1 and (tree["item_count"] >= 0).all() and (tree["values"] >= 0).all()
+            ),
+        }
+        check_rules(rules, StateError)
         return SpectralState(number, tree["item_count"], tree["basis"], tree["values"])
 
     def read_result(self, data: bytes) -> ClicksResult:

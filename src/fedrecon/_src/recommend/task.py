@@ -162,7 +162,7 @@ class Task(Generic[C, D, L]):
       serve: the command that a trained model is for, with its options.
       unit: what support and query are made of, if that is not what metrics are means over.
       page_needs_onnx: whether a web page of a model runs its ONNX graphs.
-      looks_like_counts: `(config, data) -> whether these are counts that are learned as they are`.
+      are_counts: `(config, data) -> whether these are counts that are learned as they are`.
       by_client: whether metrics are of clients as a whole, so that there is one mean only.
       items_alone: whether a person can be given as items without ratings.
       ends: `(config, legend) -> the lowest and the highest rating` that is shown, in the data's scale, if known.
@@ -213,7 +213,7 @@ class Task(Generic[C, D, L]):
     by_client: bool = False
     unit: str = ""
     page_needs_onnx: bool = False
-    looks_like_counts: Callable[[C, D], bool] = lambda config, data: False
+    are_counts: Callable[[C, D], bool] = lambda config, data: False
     omit: Callable[[C], Container[str]] = lambda config: ()
     score: Score = loss_of
     finish: Callable[[C, Users, Algorithm, Any], Any] = lambda config, users, algorithm, params: params

@@ -16,6 +16,7 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import upload_groups
 from fedrecon._src.algorithms.validation import decide_lookups
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon._src.core.display import lay_out, readable
@@ -234,11 +235,14 @@ def compare(
     """
     candidates = {name: dict(a) if isinstance(a, Mapping) else {None: a} for name, a in algorithms.items()}
     trials = {len(settings) for settings in candidates.values()}
-    if not algorithms or 0 in trials or len(trials) > 1 or not seeds:
-        counts = {name: len(settings) for name, settings in candidates.items()}
-        raise ValueError(f"`algorithms` and `seeds` must not be empty, with equally many settings each (got {counts})")
-    if max(trials) > 1 and valid is None:
-        raise ValueError("`valid` is missing: settings are chosen on validation clients")
+    counts = {name: len(settings) for name, settings in candidates.items()}
+    rules = {
+        f"`algorithms` and `seeds` must not be empty, with equally many settings each (got {counts})": (
+            len(trials) == 1 and 0 not in trials and seeds
+        ),
+        "`valid` is missing: settings are chosen on validation clients": trials == {1} or valid is not None,
+    }
+    check_rules(rules)
     validation = valid if isinstance(valid, Validation) or valid is None else Validation(valid)
     for held_out, name in ((unseen, "unseen"), (validation and validation.data, "valid")):
         if isinstance(held_out, Clients):

@@ -77,9 +77,9 @@ class Join:
             local and self.ca is not None, "ca", "cannot be combined with a Unix socket; Flower has certificates"
         )
         for name in ("ca", "key"):
-            given = getattr(self, name) is not None
-            missing = not (self.insecure or local or given)
-            yield Rule(self.insecure and given, "insecure", f"cannot be combined with `{name}`; leave it out")
+            is_set = getattr(self, name) is not None
+            missing = not (self.insecure or local or is_set)
+            yield Rule(self.insecure and is_set, "insecure", f"cannot be combined with `{name}`; leave it out")
             yield Rule(missing, name, "is missing: fedrecon keys makes it; to try out, give --insecure")
         short = self.accept is not None and len(self.accept) < SHORTEST
         yield Rule(short, "accept", f"must be the digest of the plan, or its first {SHORTEST} characters or more")

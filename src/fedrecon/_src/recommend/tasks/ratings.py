@@ -393,5 +393,5 @@ RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
     start_model=_start_model,
     apply_result=_apply_result,
     read_node=_read_node,
-    looks_like_counts=lambda config, ratings: config.data.transform == "none" and ratings.describe().looks_like_counts,
+    are_counts=lambda config, ratings: config.data.transform == "none" and ratings.describe().are_counts,
 )

@@ -70,13 +70,13 @@ def load_corpus(config: TextConfig, progress: Progress) -> Corpus:
     try:
         return load_text(path, progress=progress, **options)
     except DataError as problem:
-        if not _looks_like_table(path):
+        if not _is_table(path):
             raise
         advice = "This looks like a table: for ratings give --task ratings, for clicks --task clicks."
         raise DataError(f"{problem} {advice}", problem.fields) from None
 
 
-def _looks_like_table(path: Path) -> bool:
+def _is_table(path: Path) -> bool:
     """Tell whether a file begins as tables do: fields between delimiters, or Parquet."""
     if is_stream(path) or not path.is_file():
         return False
