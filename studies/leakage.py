@@ -37,8 +37,7 @@ from fedrecon._src.core.upload import RowChanges
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.recommend.tasks import build_algorithm
 from fedrecon._src.simulation.multihost import start_jax_devices
-from fedrecon._src.storage.atomic import without_nan
-from fedrecon._src.storage.ownership import check_overwritable
+from fedrecon._src.storage.atomic import StorageError, open_regular, without_nan
 
 
 class Victims(NamedTuple):
@@ -539,6 +538,21 @@ def _number(value: float, digits: int = 3) -> str:
 
 
 # ---- the command ----
+
+
+def check_overwritable(path: Path, beginning: bytes, what: str) -> None:
+    """Raise `StorageError` unless a file does not exist, is empty, or begins as one of the same kind.
+
+    Args:
+      path: the file.
+      beginning: how files of its kind begin.
+      what: it is, for the message.
+    """
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        if file.read(len(beginning)) not in (b"", beginning):
+            raise StorageError(f"{path} already exists and is not {what}; choose another name")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -227,8 +227,3 @@ def _ndcg(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> fl
 
 def _first_users(clients: Clients) -> Clients:
     return clients.take(np.arange(min(len(clients), MOST_USERS)))
-
-
-def without_after(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without those after a number of examples."""
-    return {name: value for name, value in metrics.items() if not name.startswith("after ")}

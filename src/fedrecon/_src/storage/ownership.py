@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from fedrecon._src.storage.atomic import StorageError, open_regular, read_bytes, read_json, write_bytes
+from fedrecon._src.storage.atomic import StorageError, read_bytes, read_json, write_bytes
 
 SECONDS_BETWEEN_TRIES = 0.1
 MAX_LOCK_BYTES = 2**16
@@ -159,21 +159,6 @@ def check_names(path: Path, own_names: re.Pattern[str]) -> None:
     """Raise `StorageError` unless a folder does not exist or all names in it match `own_names`."""
     if foreign := {name for name in _list_names(path) if not own_names.fullmatch(name)}:
         raise _foreign_folder(path, foreign)
-
-
-def check_overwritable(path: Path, beginning: bytes, what: str) -> None:
-    """Raise `StorageError` unless a file does not exist, is empty, or begins as one of the same kind.
-
-    Args:
-      path: the file.
-      beginning: how files of its kind begin.
-      what: it is, for the message.
-    """
-    if not path.exists():
-        return
-    with open_regular(path) as file:
-        if file.read(len(beginning)) not in (b"", beginning):
-            raise StorageError(f"{path} already exists and is not {what}; choose another name")
 
 
 def check_model_folder(path: Path) -> None:
