@@ -21,7 +21,7 @@ POLL_SECONDS = 0.2  # between two checks for nodes
 GATEWAY = b"gateway"  # what a gateway says when it joins
 
 
-class NotEnoughNodes(RuntimeError):
+class NotEnoughNodes(ValueError):
     """Too few nodes for too long."""
 
 

@@ -159,7 +159,7 @@ def run(args: Serve) -> int:
     from fedrecon._src.deploy.gateway import Gateway
     from fedrecon._src.deploy.http_server import parse_address
     from fedrecon._src.deploy.plan import Plan
-    from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
+    from fedrecon._src.deploy.registry import Pace
     from fedrecon._src.deploy.transport import Channel
     from fedrecon._src.storage.run_folder import RunFolder
 
@@ -174,18 +174,15 @@ def run(args: Serve) -> int:
         if not args.json:
             show.progress_of(record, task.measures)
 
-    try:
-        with folder.lock(), _open_grid(args, plan) as (grid, clock, problems):  # no port if the folder cannot be used
-            if args.gateway is not None:
-                return _run_gateway(args.gateway, Gateway(plan, Channel(grid, clock), pace, args.out, show.remark))
-            with _serve_status(status, folder, plan, grid, problems):
-                outcome = serve(
-                    plan, grid, folder, pace, resume=args.resume, clock=clock, on_record=on_record, say=show.remark
-                )
-            if set(problems) - ROUTINE:
-                show.remark(f"refused requests: {_counts(problems)}")
-    except NotEnoughNodes as problem:
-        raise ValueError(str(problem)) from None
+    with folder.lock(), _open_grid(args, plan) as (grid, clock, problems):  # no port if the folder cannot be used
+        if args.gateway is not None:
+            return _run_gateway(args.gateway, Gateway(plan, Channel(grid, clock), pace, args.out, show.remark))
+        with _serve_status(status, folder, plan, grid, problems):
+            outcome = serve(
+                plan, grid, folder, pace, resume=args.resume, clock=clock, on_record=on_record, say=show.remark
+            )
+        if set(problems) - ROUTINE:
+            show.remark(f"refused requests: {_counts(problems)}")
     learning_curve(outcome.history, folder.plots_path / "learning_curve.png", task.curve)
     return _show_outcome(args, plan, outcome)
 
@@ -224,7 +221,6 @@ def _run_devices(args: Serve) -> int:
     from fedrecon._src.deploy.http_client import Connection, parse_server
     from fedrecon._src.deploy.http_server import Limits, parse_address, run_service
     from fedrecon._src.deploy.node_keys import read_private_key
-    from fedrecon._src.deploy.registry import NotEnoughNodes
     from fedrecon._src.deploy.tokens import read_secret
     from fedrecon._src.storage.run_folder import RunFolder
 
@@ -246,20 +242,17 @@ def _run_devices(args: Serve) -> int:
         stack.enter_context(folder.lock())
         stack.enter_context(run_service(api, address, None if args.insecure else _tls(args)))
         show.remark(f"device plan {plan.digest}; devices report at {args.listen}")
-        try:
-            outcome = serve_devices(
-                api,
-                start,
-                folder,
-                helper,
-                pace,
-                seed=devices.seed,
-                resume=args.resume,
-                on_record=table.row,
-                say=show.remark,
-            )
-        except NotEnoughNodes as problem:
-            raise ValueError(str(problem)) from None
+        outcome = serve_devices(
+            api,
+            start,
+            folder,
+            helper,
+            pace,
+            seed=devices.seed,
+            resume=args.resume,
+            on_record=table.row,
+            say=show.remark,
+        )
     if outcome.interrupted:
         show.remark(f"stopped after {outcome.rounds} of {plan.rounds} rounds; continue with --resume")
         return 130
