@@ -155,7 +155,7 @@ def secure_sum_of(
 # ---- numbers as integers ----
 
 
-def ring_grid(plan: Plan, limit: float | None = None) -> ring.Grid:
+def ring_grid(plan: Plan, limit: float | None = None) -> ring.IntegerGrid:
     """Return what integers stand for in the secure sums of a plan."""
     return ring.grid(plan.limit if limit is None else limit, plan.most_nodes, bits=BITS)
 
@@ -220,7 +220,7 @@ def from_integers(plan: Plan, total: np.ndarray, like: T, wide: bool = False) ->
     return unflatten(structure, arrays)
 
 
-def _wide_grids(plan: Plan) -> tuple[ring.Grid, ring.Grid]:
+def _wide_grids(plan: Plan) -> tuple[ring.IntegerGrid, ring.IntegerGrid]:
     return ring_grid(plan, WIDE_LIMIT / WIDE_UNIT), ring_grid(plan, WIDE_UNIT)
 
 

@@ -33,7 +33,7 @@ from jax import Array
 
 from fedrecon._src.core.checks import check_choice, check_number, require
 from fedrecon._src.privacy.accounting import Release, check_clip
-from fedrecon._src.privacy.ring import WIDTHS, Grid
+from fedrecon._src.privacy.ring import WIDTHS, IntegerGrid
 
 TAIL = 12  # standard deviations of noise that are left free in the ring: more have a probability below 1e-30
 
@@ -50,7 +50,7 @@ class ShareOfNoise(NamedTuple):
       least: how many clients together have the noise that was asked for.
     """
 
-    grid: Grid
+    grid: IntegerGrid
     variance: float
     noise_multiplier: float
     steps: float
@@ -98,7 +98,7 @@ def share_of_noise(
     check_choice("bits", bits, WIDTHS)
     step = 2.0 ** math.ceil(math.log2(noise_multiplier * clip / resolution))
     while True:
-        trial = Grid(clip, clients, step, bits)
+        trial = IntegerGrid(clip, clients, step, bits)
         steps = trial.norm(clip, length)
         variance = (noise_multiplier * steps) ** 2 / least
         headroom = math.ceil(TAIL * math.sqrt(clients * variance))

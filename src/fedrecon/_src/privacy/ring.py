@@ -2,7 +2,7 @@
 
 A value is a whole number of steps. The step is a power of two: dividing by it is exact, so numpy in double precision
 and JAX in single precision give the same integers, and weights that are whole numbers are not rounded at all. The only
-loss is the rounding of a value to a step: at most half a step for each client and entry (`Grid.error`).
+loss is the rounding of a value to a step: at most half a step for each client and entry (`IntegerGrid.error`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedrecon._src.core.checks import check_choice, check_number
 WIDTHS = dict.fromkeys((20, 24, 32), (np.int32, np.uint32)) | {64: (np.int64, np.uint64)}
 
 
-class Grid(NamedTuple):
+class IntegerGrid(NamedTuple):
     """Which real numbers the integers stand for.
 
     Attributes:
@@ -52,7 +52,7 @@ class Grid(NamedTuple):
         return clip / self.step + math.sqrt(length) / 2
 
 
-def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> Grid:
+def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> IntegerGrid:
     """Choose the finest grid on which the sum of `clients` values cannot overflow.
 
     Args:
@@ -78,7 +78,7 @@ def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> Gr
     step = 2.0 ** math.ceil(math.log2(limit) - math.log2(room))
     while _levels(limit, step) > room:
         step *= 2
-    return Grid(float(limit), clients, step, bits, headroom)
+    return IntegerGrid(float(limit), clients, step, bits, headroom)
 
 
 def _levels(limit: float, step: float) -> int:
@@ -86,7 +86,7 @@ def _levels(limit: float, step: float) -> int:
     return math.ceil(limit * (1 + 2.0**-22) / step)
 
 
-def quantise(grid: Grid, values: Any, xp: ModuleType = np) -> Any:
+def quantise(grid: IntegerGrid, values: Any, xp: ModuleType = np) -> Any:
     """Round values to integers of the ring. Values beyond the limit become the limit.
 
     Args:
@@ -99,7 +99,7 @@ def quantise(grid: Grid, values: Any, xp: ModuleType = np) -> Any:
     return steps.astype(signed).astype(unsigned)  # negative integers wrap around, which is what the ring does
 
 
-def restore(grid: Grid, total: Any, xp: ModuleType = np) -> Any:
+def restore(grid: IntegerGrid, total: Any, xp: ModuleType = np) -> Any:
     """Return the real numbers that a sum of integers stands for.
 
     Args:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.privacy.ring import WIDTHS, Grid, quantise
+from fedrecon._src.privacy.ring import WIDTHS, IntegerGrid, quantise
 from fedrecon._src.recommend.estimate import (
     BINS,
     POWERS,
@@ -75,7 +75,7 @@ class Entries:
             total += np.bincount(index, value, self.length)
         return total
 
-    def integer_total(self, grid: Grid) -> np.ndarray:
+    def integer_total(self, grid: IntegerGrid) -> np.ndarray:
         """Return the sum over clients as integers of a ring, without noise; each client's values are rounded."""
         total = np.zeros(self.length, WIDTHS[grid.bits][1])
         for _, index, value in self.parts:

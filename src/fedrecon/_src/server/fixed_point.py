@@ -28,7 +28,7 @@ from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, broadcast_clients
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
-from fedrecon._src.privacy.ring import Grid, grid, quantise, restore
+from fedrecon._src.privacy.ring import IntegerGrid, grid, quantise, restore
 from fedrecon._src.server.aggregator import Aggregator, Report, RingSum, chain, stateless
 from fedrecon._src.server.averaging import (
     Scales,
@@ -129,7 +129,7 @@ def secure(
     check_number("max_weight", max_weight, above=True)
     check_number("max_metric", max_metric, above=True)
     weighed = _at_most(weigh or "examples", max_weight)
-    values, counts = grid(clip_norm * max_weight, clients, bits=bits), Grid(1.0, clients, 1.0, bits)
+    values, counts = grid(clip_norm * max_weight, clients, bits=bits), IntegerGrid(1.0, clients, 1.0, bits)
     scalar_grids = {"weight": grid(max_weight, clients, bits=bits), "sums": grid(max_metric, clients, bits=bits)}
     integers = _integers(values, scalar_grids, counts)._replace(ring=ring)
     return chain(finite(), clip(clip_norm), by_weight(weighed), integers)
@@ -149,10 +149,10 @@ def _at_most(weigh: Weigh, most: float) -> Weigh:
     return bounded
 
 
-def _integers(values: Grid, scalar_grids: Mapping[str, Grid], counts: Grid) -> Aggregator:
+def _integers(values: IntegerGrid, scalar_grids: Mapping[str, IntegerGrid], counts: IntegerGrid) -> Aggregator:
     """Make integers of what is added, and numbers of the sum; counts are integers already."""
 
-    def grid_of(name: str) -> Grid:
+    def grid_of(name: str) -> IntegerGrid:
         return scalar_grids.get(name, counts)
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:

@@ -32,7 +32,7 @@ ROUTINE = {"epoch", "expired", "no-broadcast"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Devices:
+class DeviceOptions:
     """Training over devices.
 
     Attributes:
@@ -115,7 +115,7 @@ class Serve:
     gateway: Path | None = None
     flower: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    devices: Devices = field(default_factory=Devices)
+    devices: DeviceOptions = field(default_factory=DeviceOptions)
     typed: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def rules(self) -> Iterator[Rule]:
@@ -136,7 +136,9 @@ class Serve:
 
     def _device_rules(self) -> Iterator[Rule]:
         devices, trains = self.devices, self.devices.run is not None
-        yield Rule(not trains and devices != Devices(), "devices.run", "is missing: training over devices needs it")
+        yield Rule(
+            not trains and devices != DeviceOptions(), "devices.run", "is missing: training over devices needs it"
+        )
         yield Rule(trains and devices.tokens is None, "devices.tokens", "is missing: fedrecon keys --tokens makes it")
         other = trains and bool(self.gateway or self.flower)
         yield Rule(other, "devices", "cannot be combined with gateways or Flower")
