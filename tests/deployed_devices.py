@@ -24,7 +24,7 @@ from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service
-from fedrecon._src.deploy.memory import Memory
+from fedrecon._src.deploy.node import Memory
 from fedrecon._src.deploy.node_keys import Verifier, public_bytes
 from fedrecon._src.device.model_bundle import _ratings_parts
 from fedrecon._src.device.web_page import page_files
