@@ -603,7 +603,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "synthetic", "--out", "run", "--server.optimizer", "lion"], 2, "--server.optimizer"),
         (["train", "synthetic", "--out", "run", "--model.dim", "0"], 2, "--model.dim"),
         (["train", "synthetic", "--out", "run", "--data.fractions", "1", "1", "1"], 2, "sum to 1"),
-        (["train", "synthetic", "--out", "run", "--config", "none.json"], 1, "none.json"),
+        (["train", "synthetic", "--out", "run", "--config", "none.json"], 2, "none.json"),
         (["train", "synthetic", "--out", "run", "--data.user", "who"], 1, "data.user cannot be used"),
         (["train", "nothing.csv", "--out", "run"], 1, "nothing.csv is neither a file nor the name of a data set"),
         (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' must be a finite number"),
