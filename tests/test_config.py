@@ -86,8 +86,10 @@ def test_an_error_carries_the_setting_and_its_value(values, field, value):
 
 
 def test_a_misspelled_setting_is_answered_with_the_nearest_one():
-    with pytest.raises(ConfigError, match="rounds"):
+    with pytest.raises(ConfigError, match=r"did you mean rounds\?"):
         config_from_json({"ronds": 3}, "file")
+    with pytest.raises(ConfigError, match=r"there are: optimizer, .*decay"):
+        config_from_json({"server": {"xyz": 3}}, "file")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Deployment: a coordinator and nodes on a network, with the client function that the simulator runs."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan as AlgorithmPlan
 from fedrecon._src.deploy.algorithm_plan import plan_for as plan_for
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # what editors and the reference read; Python imports them be
     from fedrecon._src.deploy.tasks import serve_tasks as serve_tasks
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what needs the extra `deploy` when it is used."""
     if name in ("Connection", "run_node"):
         from fedrecon._src.deploy import http_client

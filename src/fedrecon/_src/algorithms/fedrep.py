@@ -21,7 +21,7 @@ def fedrep(
 ) -> kit.Algorithm:
     """Take many steps on each client's head, then few on the body: `fedalt` of a model whose last layers are local.
 
-    A head that were forgotten after every round and rebuilt would make this Federated Reconstruction.
+    With a head that is forgotten after every round and reconstructed, this is Federated Reconstruction.
 
     Args:
       model: with the head local.

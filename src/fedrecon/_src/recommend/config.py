@@ -385,8 +385,9 @@ def _explain(kind: type, problem: Any, source: str) -> ConfigError:
         kind = typing.get_type_hints(kind).get(str(part), Any)
     field, value = ".".join(path), errors[0]["input"]
     if errors[0]["type"] == "unexpected_keyword_argument":
-        near = difflib.get_close_matches(path[-1], names, 1) or names
-        return ConfigError(field, value, f"there is no such setting; did you mean {', '.join(near)}?", source)
+        near = difflib.get_close_matches(path[-1], names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+        return ConfigError(field, value, f"there is no such setting; {hint}", source)
     same = [error for error in errors if [*map(str, error["loc"][: len(path)])] == path]
     rules = [str(error.get("ctx", {}).get("error", error["msg"])) for error in same]
     return ConfigError(field, value, ", or ".join(dict.fromkeys(rules)), source)
