@@ -51,8 +51,8 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
     ("words", "sentence"),
     [
         (["plan", "--items", "none.csv", "--out", "p"], "none.csv is not a file"),
-        (["plan", "data.csv", "--items", "items.csv", "--out", "p"], "a plan takes no data file"),
-        (["plan", "--titles", "t.csv", "--items", "items.csv", "--out", "p"], "titles are a column of --items"),
+        (["plan", "data.csv", "--items", "items.csv", "--out", "p"], "Unrecognized options: data.csv"),
+        (["plan", "--titles", "t.csv", "--items", "items.csv", "--out", "p"], "Unrecognized options: --titles"),
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
         (["plan", "--items", "items.csv", "--out", "p", "--secure"], "`least_nodes`"),
         (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "`share`"),

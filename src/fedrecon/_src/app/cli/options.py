@@ -34,17 +34,20 @@ class UsageError(ValueError):
     """A command line that cannot be understood."""
 
 
-def parse(kind: Any, command: str, argv: Sequence[str], *, default: Any = None) -> Any:
-    """Parse a command's options into a dataclass, and check them."""
+Marks = dict[tuple[type, str], tuple[Any, ...]]
+
+
+def parse(kind: Any, command: str, argv: Sequence[str], *, default: Any = None, marks: Marks | None = None) -> Any:
+    """Parse a command's options into a dataclass, and check them; `marks` are in place of some of `MARKS`."""
     start: Any = tyro.MISSING_NONPROP if default is None else default
-    name = f"fedrecon {command}"
-    return check_config(tyro.cli(kind, prog=name, args=list(argv), default=start, registry=REGISTRY))
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.struct_rule(partial(mark_settings, MARKS | (marks or {})))
+    return check_config(tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=start, registry=registry))
 
 
 # ---- how settings appear as options, where that differs from their name and type ----
 
-REGISTRY = tyro.constructors.ConstructorRegistry()
-MARKS: dict[tuple[type, str], tuple[Any, ...]] = {
+MARKS: Marks = {
     (Config, "task"): (tyro.conf.arg(metavar="{ratings,clicks,text}"),),
     (Source, "source"): (tyro.conf.Positional, tyro.conf.arg(name="DATA", metavar="DATA", help_behavior_hint="")),
     (Data, "titles"): (tyro.conf.arg(prefix_name=False),),
@@ -56,10 +59,11 @@ MARKS: dict[tuple[type, str], tuple[Any, ...]] = {
 }
 
 
-@REGISTRY.struct_rule
-def mark_settings(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+def mark_settings(
+    every: Marks, info: tyro.constructors.StructTypeInfo
+) -> tyro.constructors.StructConstructorSpec | None:
     """Return the options of a group of settings, with their marks and the help in its docstring."""
-    marks = {name: mark for (kind, name), mark in MARKS.items() if isinstance(info.default, kind)}
+    marks = {name: mark for (kind, name), mark in every.items() if isinstance(info.default, kind)}
     if not marks:
         return None
     hints: dict[str, Any] = get_type_hints(info.type, include_extras=True)

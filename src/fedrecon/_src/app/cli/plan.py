@@ -13,6 +13,7 @@ import tyro
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig, TextConfig
+from fedrecon._src.recommend.settings import Data, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,8 @@ class PlanText(MakePlan):
     words: Path
 
 
+# Every node has its own data, and titles are a column of --items.
+NOT_IN_PLANS: options.Marks = {(Source, "source"): (tyro.conf.Suppress,), (Data, "titles"): (tyro.conf.Suppress,)}
 COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanClicks, "text": PlanText}
 
 
@@ -100,9 +103,8 @@ def parse(argv: Sequence[str]) -> MakePlan:
     default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
     command = COMMANDS[default.task]
     required = {"words" if command is PlanText else "items": tyro.MISSING}
-    args = options.parse(command, "plan", argv, default=command(settings=default, out=tyro.MISSING, **required))
-    if getattr(args.settings.data, "titles", None) is not None:
-        raise options.UsageError("--titles is for one machine; in a plan, titles are a column of --items")
+    start = command(settings=default, out=tyro.MISSING, **required)
+    args = options.parse(command, "plan", argv, default=start, marks=NOT_IN_PLANS)
     if args.settings.sampling != default.sampling:
         raise options.UsageError("--sampling is for simulations; use --share, the participation rate of a node's users")
     if args.settings.patience != default.patience:
@@ -119,8 +121,6 @@ def run(args: MakePlan) -> int:
     from fedrecon._src.recommend.tasks.text import read_words
 
     config = args.settings
-    if config.data.source:
-        raise options.UsageError(f"a plan takes no data file: every node has its own (got {config.data.source!r})")
     if isinstance(args, PlanItems):
         legend: Any = read_items(args.items, args.item_column, args.title_column)
     else:
