@@ -47,6 +47,17 @@ def test_a_plan_of_text_takes_the_first_words(tmp_path):
     assert Plan.open(tmp_path / "plan").legend.words == ("the", "of", "and")
 
 
+def test_a_plan_from_a_config_names_none_of_its_files(tmp_path):
+    (tmp_path / "items.csv").write_text("item\n1\n2\n")
+    config = {"data": {"source": "mine.csv", "titles": "secret.csv"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--config", f"{tmp_path}/config.json", "--items", f"{tmp_path}/items.csv"]
+    assert main([*words, "--out", f"{tmp_path}/plan"]) == 0
+    plan = (tmp_path / "plan" / "plan.json").read_text()
+    assert "mine.csv" not in plan
+    assert "secret.csv" not in plan
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

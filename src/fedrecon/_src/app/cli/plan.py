@@ -100,7 +100,8 @@ COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanCli
 def parse(argv: Sequence[str]) -> MakePlan:
     """Parse the options of the task."""
     default = options.default_config("plan", argv)
-    default = dataclasses.replace(default, data=dataclasses.replace(default.data, source=""))
+    files: dict[str, Any] = {"source": "", **({"titles": None} if isinstance(default.data, Data) else {})}
+    default = dataclasses.replace(default, data=dataclasses.replace(default.data, **files))
     command = COMMANDS[default.task]
     required = {"words" if command is PlanText else "items": tyro.MISSING}
     start = command(settings=default, out=tyro.MISSING, **required)

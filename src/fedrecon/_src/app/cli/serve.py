@@ -61,7 +61,8 @@ class Serve:
 
     Writes the same files as fedrecon train.
     Example: fedrecon serve plan --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
-    Example: fedrecon serve bundle --devices.run start --devices.tokens keys/tokens.key --keys keys --per-round 100
+
+    Over devices: fedrecon serve bundle --devices.run start --devices.tokens keys/tokens.key --keys keys --per-round 100
     --devices.helper https://helper.example.org:8100 --devices.helper-ca ca.crt --devices.sign coordinator.key --out run
 
     Attributes:
