@@ -45,7 +45,7 @@ from fedrecon._src.storage.ownership import lock_study
 
 Say = Callable[[str], None]
 TRIALS = "trials.json"
-CHECKS = 4  # evaluations of a trial; after each it may be given up
+CHECKS = 4  # evaluations of a trial; after each it may be stopped
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 # What is tried, by the path of the setting: values to choose from, or the ends of a range, searched in logarithms.
@@ -79,7 +79,7 @@ class Trial:
       values: `{path of the setting: value}`.
       value: the RMSE, or for clicks the NDCG@100, on the validation users, of the model that training would keep; not
         finite if it diverged.
-      finished: whether it was trained to its end; others were given up early.
+      finished: whether it was trained to its end; others fell behind, or the time was up.
 
     Example:
       >>> import fedrecon as fr
@@ -151,7 +151,7 @@ def tune(
 ) -> Tuned:
     """Find settings for ratings or clicks by trying them on validation users.
 
-    The first trial has the settings as they are. Those that follow are proposed by optuna, and given up early if they
+    The first trial has the settings as they are. Those that follow are proposed by optuna, and stopped early if they
     do worse than others did at the same point. The more settings are tried on few users, the more the best owe to luck:
     believe the figure on test users, which `fedrecon train` reports for the settings found.
 
@@ -312,7 +312,7 @@ def _called(first: Config) -> str:
 
 def _describe_trial(trial: Trial, goal: Measure, number: int, best: int | None, first: str) -> str:
     what = in_words(trial.values) if number else first
-    ending = ", the best so far" if number == best else "" if trial.finished else ", given up"
+    ending = ", the best so far" if number == best else "" if trial.finished else ", stopped early"
     return f"trial {number + 1}: {goal.title} {trial.value:.4f}{ending} ({what})"
 
 
@@ -408,7 +408,7 @@ def _draw(tuned: Tuned, path: Path) -> None:
     spaces = SPACES[tuned.config.task]
     columns = math.ceil(len(spaces) / 2)
     figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
-    figure.suptitle(f"{goal.title} on validation users; hollow: given up early")
+    figure.suptitle(f"{goal.title} on validation users; hollow: stopped early")
     every = figure.subplots(2, columns).flat
     for axes in every[len(spaces) :]:
         axes.set_visible(False)
