@@ -165,3 +165,11 @@ def test_least_squares_refuses_cross_entropy():
 def test_a_dict_of_columns_alone_is_answered_with_from_columns():
     with pytest.raises(TypeError, match=r"Clients\.from_columns"):
         fr.Clients({"x": np.arange(3)})
+
+
+@pytest.mark.parametrize("argument", ["reconstruct", "update"])
+def test_an_optimizer_is_not_taken_for_a_solver(argument):
+    arguments = {"reconstruct": descend(0.1), "update": descend(0.1), "server": optax.sgd(1.0)}
+    algorithm = fr.federated_reconstruction(logistic(), **arguments | {argument: optax.sgd(0.1)})
+    with pytest.raises(TypeError, match=f"`{argument}` must be a solver"):
+        fr.train(algorithm, classes(0, 1, 2, 3, 0, 1), rounds=1)

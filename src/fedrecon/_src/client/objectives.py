@@ -160,6 +160,18 @@ class Solver(NamedTuple):
     steps: Callable[[np.ndarray], np.ndarray] = lambda examples: np.minimum(examples, 1)
 
 
+def check_solver(name: str, solver: Any) -> None:
+    """Raise an error if an argument is no solver; an optimizer is easily taken for one.
+
+    Args:
+      name: the argument.
+      solver: its value.
+    """
+    if not isinstance(solver, Solver):
+        rule = "must be a solver, such as fr.gradient_descent(optax.sgd(0.1), batch_size=5)"
+        raise TypeError(f"`{name}` {rule} (got {type(solver).__name__})")
+
+
 def solve_local(
     model: Model,
     solver: Solver,

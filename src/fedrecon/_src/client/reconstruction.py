@@ -9,7 +9,7 @@ import jax
 from jax import Array
 
 from fedrecon._src.client.batches import set_local_state
-from fedrecon._src.client.objectives import Solver, local_objective, solve_local, start_local
+from fedrecon._src.client.objectives import Solver, check_solver, local_objective, solve_local, start_local
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import Params, split_params
@@ -55,6 +55,8 @@ def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
       >>> jax.eval_shape(run, {"item_embedding": jnp.ones((2, 1))}, (), support, keys)["user_embedding"].shape
       (1, 1)
     """
+    if solver is not None:
+        check_solver("reconstruct", solver)
 
     def run(params: Params, client_state: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
         fresh = jax.vmap(model.init_local)(keys)

@@ -21,7 +21,15 @@ from fedrecon._src.client.lookup_tables import (
     rows_in_order,
     slots_in_order,
 )
-from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver, solve_local, start_local
+from fedrecon._src.client.objectives import (
+    Objective,
+    Problem,
+    Solution,
+    Solver,
+    check_solver,
+    solve_local,
+    start_local,
+)
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.model import Batch, Model, Step, predict_in
 from fedrecon._src.core.pytrees import Params, Structure, flatten, split_params, unflatten
@@ -149,6 +157,7 @@ class Updater:
           whole_tables: whether the surrogate moves rows that no example of the client touches, so that clients must
             work on whole tables.
         """
+        check_solver("update", update)
         through_support = through_support or model.evidence is not None
         self.model, self._update, self._through_support = model, update, through_support
         self._surrogate = surrogate
