@@ -187,6 +187,15 @@ def test_every_option_named_within_a_sentence_exists(page, help_texts):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_source_file_named_within_a_sentence_exists(page):
+    folders = [ROOT, ROOT / "tests", ROOT / "src" / "fedrecon" / "_src", ROOT / "src-device", ROOT / "src"]
+    folders.append(ROOT / "src-device" / "fedrecon_device")
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    names = set(re.findall(r"`([a-z][\w-]*/[\w/.-]+\.(?:py|ipynb|js|sbatch|conf))`", prose))
+    assert not [name for name in names if not any((folder / name).is_file() for folder in folders)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_to_a_file_leads_to_one(page):
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
