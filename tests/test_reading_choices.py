@@ -51,7 +51,7 @@ def test_two_columns_are_users_and_items(write, caplog):
     assert clicks.columns["rating"].tolist() == [1.0, 1.0, 1.0]
     assert clicks.recognised == {"user": "visitor", "item": "page"}
     assert "'page' for item" in caplog.text
-    with pytest.raises(MissingColumnsError) as error:
+    with pytest.raises(MissingColumnsError, match="or pass rating=None") as error:
         load_ratings(path)
     assert error.value.fields == ("rating",)
 

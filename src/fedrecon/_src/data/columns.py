@@ -102,8 +102,9 @@ def find_columns(
             names = ", ".join(repr(name) for name in absent.values())
             options = ", ".join(f"{role}=..." for role in absent)
             header = ", ".join(name[:40] for name in table.names[:20])
+            without = ", or pass rating=None if there is none" if "rating" in absent else ""
             raise MissingColumnsError(
-                f"{table.source}: no column {names}; it has: {header}. Name it with {options}", list(absent)
+                f"{table.source}: no column {names}; it has: {header}. Name it with {options}{without}", list(absent)
             )
     positions = {role: search.position(role, column) for role, column in chosen.items() if column is not None}
     if search.recognised:
