@@ -29,6 +29,7 @@ from fedrecon._src.deploy.node_keys import Verifier, public_bytes
 from fedrecon._src.device.model_bundle import _ratings_parts
 from fedrecon._src.device.web_page import page_files
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, read_sum_plan
+from fedrecon._src.recommend.rating_model import constant_parameters
 from fedrecon._src.recommend.tasks import build_algorithm
 from fedrecon.deploy import InProcess, Node, issue_token, plan_for
 
@@ -57,6 +58,7 @@ def make_bundle(folder, aggregate=None, fresh=False):
     params = jax.tree.map(np.asarray, params)
     legend, like = _ratings_parts(saved, MOST, None)
     helper = None if aggregate.ring is None else HELPER.public_key().public_bytes_raw().hex()
+    limits = {"reports_per_day": 50, "constant": constant_parameters(saved.config.model)}
     bundle = fr.device.bundle(
         algorithm,
         params,
@@ -64,7 +66,7 @@ def make_bundle(folder, aggregate=None, fresh=False):
         like=like,
         most=MOST,
         legend=legend._replace(page=partial(page_files, vendor=RUNTIME)),
-        train=fr.device.DevicePlan(rounds=ROUNDS, least=LEAST, helper=helper, reports_per_day=50),
+        train=fr.device.DevicePlan(rounds=ROUNDS, least=LEAST, helper=helper, **limits),
     )
     return bundle, Start(algorithm, params, lambda folder, params: None)
 

@@ -580,6 +580,11 @@ def test_what_is_not_a_helper_is_named(plan):
         parse_server("helper", False, "--devices.helper")
 
 
+def test_what_devices_do_not_send_is_zero_in_the_sum(plan):
+    shorter = dataclasses.replace(plan, left_out=((1, 2), (5, 1)))
+    assert shorter.complete(np.uint32([1, 2, 3, 4])).tolist() == [1, 0, 0, 2, 3, 0, 4]
+
+
 # ---- slow connections ----
 
 

@@ -316,7 +316,10 @@ def test_the_command_bundles_a_saved_model_for_training_with_noise(tmp_path):
     assert (plan["noise"]["least"], plan["noise"]["delta"]) == (20, 1e-5)
     share = again.aggregator.share(total_shapes(again).parts)
     assert plan["noise"]["variance"] == share.variance
-    assert plan["vector"]["length"] == share.length  # nothing else is sent: no weight, no metrics
+    # Neither a weight nor metrics are sent, nor what the server leaves as it is.
+    constant = sum(length for _, length in plan["vector"]["left_out"])
+    assert plan["vector"]["length"] + constant == share.length
+    assert constant == 400 * (1 + 2) + 1  # a bias and two traits of every item, and the mean
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_the_switch_says_what_is_sent_and_off_keeps_nothing_but_the_ratings(bund
         for words in (
             "at most 50 times a day",
             "localhost",
-            "13 kB",
+            "9\u00a0kB",
             "never what you entered",
             "at least 3 devices",
         ):

@@ -89,7 +89,7 @@ export function describe({ sum, noise, vector: { length }, limits }, host) {
     `When this device is idle and not on a metered connection, at most ${often} a day, this page sends ${host} ` +
     `how the model should change to suit you better (${sized(bytes)}), never what you entered.`;
   if (sum.protocol === "open") return `${what} It is not masked: ${host} can read it and infer from it some of what you entered.`;
-  const how = noise === null ? "It is masked" : "Noise is added and it is masked";
+  const how = noise === null ? "It is masked" : "It is mixed with noise and masked";
   return (
     `${what} ${how} before it leaves: only the sum over at least ${sum.least} devices can be read, ` +
     `and for that ${host} needs a second server, which another organisation runs.`
@@ -98,7 +98,7 @@ export function describe({ sum, noise, vector: { length }, limits }, host) {
 
 /** @param {number} bytes */
 function sized(bytes) {
-  return bytes < 1e6 ? `${Math.ceil(bytes / 1e3)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
+  return bytes < 1e6 ? `${Math.ceil(bytes / 1e3)}\u00a0kB` : `${(bytes / 1e6).toFixed(1)}\u00a0MB`;
 }
 
 /** @param {SentReport} report */

@@ -250,7 +250,7 @@ class _Rounds:
             self.api.open_round(None)
             current.spool.close()
         key = round_key(self.seed, number) if self.share is None else fresh_key()
-        parts = from_vector(total, total_shapes(self.algorithm))
+        parts = from_vector(self.plan.complete(total), total_shapes(self.algorithm))
         state, report = server_round(self.algorithm, self.state, [parts], key)
         self.state, self.done = jax.tree.map(np.asarray, state), number + 1
         counts = self.api.counts

@@ -63,6 +63,8 @@ class ServedPlan:
       clients: the most reports that the ring has room for; None if sums are not those of a ring.
       per_round: with noise: what sums are divided by, and so how many reports close a round; None without.
       noise: what devices add and what that promises: `variance`, `least`, `epsilon`, `delta`; None without.
+      left_out: where the whole vector has numbers that devices do not send, since the server leaves what they are
+        about as it is: the first place, and how many.
     """
 
     content: bytes
@@ -76,6 +78,13 @@ class ServedPlan:
     clients: int | None = None
     per_round: int | None = None
     noise: dict[str, float] | None = None
+    left_out: tuple[tuple[int, int], ...] = ()
+
+    def complete(self, total: np.ndarray) -> np.ndarray:
+        """Return a sum of vectors with zeros where devices send nothing."""
+        for begin, length in self.left_out:
+            total = np.concatenate([total[:begin], np.zeros(length, total.dtype), total[begin:]])
+        return total
 
     @property
     def digest(self) -> str:
@@ -106,6 +115,7 @@ def read_served_plan(bundle: Path) -> ServedPlan:
         algorithm, recipe = str(plan["algorithm"]), plan.get("aggregator") or {}
         clients, per_round = (recipe.get("settings", {}).get(name) for name in ("clients", "per_round"))
         good = good and (clients is None or type(clients) is int)
+        left_out = tuple((int(begin), int(length)) for begin, length in vector.get("left_out", []))
         noise = None if plan["noise"] is None else {name: float(plan["noise"][name]) for name in NOISE}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
@@ -113,7 +123,9 @@ def read_served_plan(bundle: Path) -> ServedPlan:
         raise StorageError(f"{file} is not a device plan; make one with fedrecon bundle RUN --train")
     sums = read_sum_plan(file) if protocol == "two-servers" else None
     per_round = None if noise is None or per_round is None else max(round(per_round), least)
-    return ServedPlan(content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums, clients, per_round, noise)
+    return ServedPlan(
+        content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums, clients, per_round, noise, left_out
+    )
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def bundle(
     files[VECTORS] = written(VECTORS, exporter.vectors(legend))
     files |= {name: written(name, content) for name, content in legend.files.items()}
     if terms is not None:
-        update = UpdateGraph(algorithm, examples, room, form.prepare)
+        update = UpdateGraph(algorithm, examples, room, form.prepare, terms.constant)
         files |= _training_files(update, terms, unflatten(structure, tables), legend.seed, graphs, problems)
     names = dict.fromkeys(("reconstruct", "predict", *graphs, *problems))
     entries = {name: _graph_entry(name, graphs, problems) for name in names}

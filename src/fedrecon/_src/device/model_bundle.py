@@ -23,6 +23,7 @@ from fedrecon._src.device.update_graph import DevicePlan
 from fedrecon._src.device.web_page import check_vendor, page_files
 from fedrecon._src.privacy.accounting import Release, noise_for
 from fedrecon._src.recommend.protection import fixed_scales
+from fedrecon._src.recommend.rating_model import constant_parameters
 from fedrecon._src.recommend.recipe import build_weights
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.tasks import Items
@@ -156,7 +157,7 @@ def bundle_model(
         quantise=quantise,
         legend=legend._replace(page=partial(page_files, vendor=onnxruntime_web), seed=saved.config.seed),
         onnx=onnx,
-        train=False if train is None else train.plan,
+        train=False if train is None else train.plan._replace(constant=constant_parameters(saved.config.model)),
         replace=replace,
     )
 

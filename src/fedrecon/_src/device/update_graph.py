@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +22,8 @@ from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, 
 from fedrecon._src.core.factories import RecipeError, recipe_of
 from fedrecon._src.core.keys import client_keys, round_key, run_keys, words_of
 from fedrecon._src.core.model import Batch
-from fedrecon._src.core.pytrees import Params, flatten, unflatten
-from fedrecon._src.core.upload import RowChanges, Summand, broadcast_clients
+from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
+from fedrecon._src.core.upload import DELTA, RowChanges, Summand, broadcast_clients
 from fedrecon._src.device.export import draws, numbers, plain, promised
 from fedrecon._src.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
 from fedrecon._src.models.text.shared_weights import plain_layers
@@ -52,6 +52,8 @@ class DevicePlan(NamedTuple):
       reports_per_day: how many reports a device sends per day at most.
       min_examples: a device with fewer examples does not take part.
       delta: of the guarantee, if devices add noise (`ClientNoise(..., simulated=False)` of `secure`).
+      constant: patterns of the parameters that the server leaves as they are (`fr.optimizers.keep_constant`).
+        Devices do not send what they would change in them.
 
     Example:
       >>> import fedrecon as fr
@@ -65,6 +67,7 @@ class DevicePlan(NamedTuple):
     reports_per_day: int = 4
     min_examples: int = 2
     delta: float = 1e-6
+    constant: tuple[str, ...] = ()
 
     def check(self, algorithm: Algorithm, *, onnx: bool = True) -> None:
         """Raise a `ValueError` if it does not fit the algorithm's sums, or if there are no graphs."""
@@ -101,7 +104,14 @@ class UpdateGraph:
     parameters start, which it draws from `key` as the simulator does.
     """
 
-    def __init__(self, algorithm: Algorithm, like: Mapping[str, np.ndarray], most: int, prepare: Prepare):
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        like: Mapping[str, np.ndarray],
+        most: int,
+        prepare: Prepare,
+        constant: Sequence[str] = (),
+    ):
         """Prepare to export.
 
         Args:
@@ -109,8 +119,10 @@ class UpdateGraph:
           like: made-up examples, one array per feature.
           most: how many examples of a person a device uses.
           prepare: turns columns as people have them into those of the model.
+          constant: patterns of the parameters whose changes are not sent.
         """
         self._prepare = prepare
+        self._constant = by_pattern(dict.fromkeys(constant, True), "constant", shapes_of(algorithm.model.init_global))
         prepared = {name: np.asarray(column) for name, column in prepare(like).items()}
         algorithm = self._algorithm = decide_lookups(algorithm, as_clients(prepared))
         self._needs = algorithm.method.needs._replace(columns=list(like))
@@ -127,6 +139,7 @@ class UpdateGraph:
             **{name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in self._packed_shapes().items()},
         }
         self.layout: list[dict[str, Any]] = []
+        self.left_out: list[tuple[int, int]] = []  # places in the whole vector that are not sent, and how many
         self.outputs: list[str] = []
         self.vector = (0, np.dtype(np.float32))  # its length and type
         jax.eval_shape(self.run, self.inputs)  # which also finds out the layout
@@ -188,7 +201,7 @@ class UpdateGraph:
     def _laid_out(self, summand: Summand) -> dict[str, Any]:
         """Return what a client adds, by name, and note where each array goes in its vector."""
         outputs: dict[str, Any] = {}
-        self.layout, at = [], 0
+        self.layout, self.left_out, at, whole = [], [], 0, 0
         parts = [
             (f"{part}/{path}", change)
             for part, some in sorted(summand.parts.items())
@@ -198,13 +211,17 @@ class UpdateGraph:
         for name, change in [*parts, *small]:
             values = change.values if isinstance(change, RowChanges) else change
             values = values if name.startswith("scalar/") else _scaled(values, summand)
+            by_rows = isinstance(change, RowChanges)
+            length = change.table * math.prod(values.shape[2:]) if by_rows else math.prod(values.shape[1:])
+            whole += length
+            if name.removeprefix(f"{DELTA}/") in self._constant:
+                self.left_out.append((whole - length, length))
+                continue
             entry: dict[str, Any] = {"at": at, "values": name}
             outputs[name] = values[0]
-            length = math.prod(values.shape[1:])
-            if isinstance(change, RowChanges):
+            if by_rows:
                 outputs[f"{name}/ids"], outputs[f"{name}/count"] = change.ids[0], change.count[0]
                 entry |= {"ids": f"{name}/ids", "count": f"{name}/count"}
-                length = change.table * math.prod(values.shape[2:])
             self.layout.append(entry)
             at += length
         dtypes = {np.dtype(outputs[entry["values"]].dtype) for entry in self.layout}
@@ -262,7 +279,7 @@ class UpdateGraph:
                 if name.startswith("state/")
             },
             "state_key": [0, seed],
-            "vector": {"length": length, "dtype": str(dtype), "layout": self.layout},
+            "vector": {"length": length, "dtype": str(dtype), "layout": self.layout, "left_out": self.left_out},
             "sum": {
                 "protocol": _protocol(algorithm),
                 "bits": 32 if ring is None else ring.bits,
@@ -303,6 +320,7 @@ class UpdateGraph:
             for key in [round_key(seed, number), round_key(seed, number + 1)][: 1 if state is None else 2]:
                 result = client_total(algorithm, message, prepared, key, state, client=name, lengths=self.lengths)
                 vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(result.total)])
+                vector = np.delete(vector, [k for begin, size in self.left_out for k in range(begin, begin + size)])
                 state = result.client_state
                 stored = {path: promised(leaf[0]) for path, leaf in flatten(state)[0].items()}
                 rounds.append({"key": words_of(key).tolist(), "vector": promised(vector), "state": stored})

@@ -224,9 +224,16 @@ def add_priors(
         priors["evidence/*"] = settings.implicit_prior
     if priors:
         optimizer = with_prior(optimizer, priors, examples=examples)
-    if settings.scale is None or not settings.scale.standardized:
-        return optimizer
-    return keep_constant(optimizer, FOUND if settings.scale.trait_ridges else FOUND[:-1])
+    constant = constant_parameters(settings)
+    return keep_constant(optimizer, constant) if constant else optimizer
+
+
+def constant_parameters(settings: Any) -> tuple[str, ...]:
+    """Return patterns of the parameters of a model that the server leaves as they are, if any."""
+    scale = getattr(settings, "scale", None)
+    if scale is None or not scale.standardized:
+        return ()
+    return FOUND if scale.trait_ridges else FOUND[:-1]
 
 
 # ---- round zero ----

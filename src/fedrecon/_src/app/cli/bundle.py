@@ -22,16 +22,16 @@ class Devices:
     """How devices train; with --train.
 
     Attributes:
-      rounds: how many rounds there are at most.
-      helper: the public key of the second server (fedrecon helper): sums are then made by two servers. Without it, the
+      rounds: the most rounds of training.
+      helper: the public key of the second server (fedrecon helper), with which only sums can be read. Without it, the
         coordinator sees every report.
-      least: the fewest reports of a sum.
-      most: with helper: the most reports of a sum.
-      per_round: with --privacy.epsilon: how many reports a round has. The sum is divided by this; `least` by default.
-      clip_norm: with helper: the largest norm of a report.
-      bits: with helper: 20, 24 or 32 per number of a report; fewer make reports smaller and rounding coarser: by 2 to
-        the power of what is left out, and more so with a large `most`.
-      reports_per_day: how many reports a device sends per day at most.
+      least: a sum has at least this many reports.
+      most: with helper: a sum has at most this many reports.
+      per_round: with noise: how many reports close a round; the sum is divided by this. By default as many as least.
+      clip_norm: with helper: changes of a larger norm are shortened to this.
+      bits: with helper: bits per number of a report. 24 instead of 32 makes reports a quarter smaller and rounding 256
+        times coarser; a smaller most makes it finer.
+      reports_per_day: a device sends at most this many reports per day.
       min_examples: devices with fewer examples do not take part.
     """
 
@@ -48,13 +48,10 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """Noise that devices add before anything leaves them; with --train and --devices.helper. Needs the extra privacy.
-
-    Each device adds a share. As many honest reports as --devices.least together add all of the noise, and fewer are not
-    added up. --devices.clip-norm bounds what one device changes; all devices weigh the same.
+    """Noise that devices add.
 
     Attributes:
-      epsilon: the privacy budget of one device for all --devices.rounds, if it takes part in each; None for no noise.
+      epsilon: the privacy budget of a device that takes part in all rounds; None for no noise.
       delta: the probability that the guarantee fails; choose it below 1 / devices.
       noise_multiplier: noise in the sum of reports, in units of the clipping norm, instead of what epsilon needs.
     """
@@ -80,8 +77,9 @@ class Make:
       examples: how many of a person's examples a device uses; the newest are kept.
       least_ratings: recommend only items that at least this many training users have rated; by default as in training.
       train: let devices train the model, too: adds the client's part of a round and a plan of what devices agree to.
-      devices: how devices train.
-      privacy: noise that devices add.
+      devices: how devices train, with --train.
+      privacy: noise that each device adds to its report, with --devices.helper. As many honest reports as
+        --devices.least have all the noise that epsilon needs. Needs the extra privacy.
       onnxruntime_web: the dist folder of the npm package onnxruntime-web, which the page needs for text and to train.
       overwrite: replace an existing bundle.
     """

@@ -21,15 +21,16 @@ from fedrecon._src.recommend.config import Rule
 class Helper:
     """Run the second server of device sums, which opens masks and never sees a report.
 
-    Its operator must be somebody else than the coordinator's: both together can open every report.
+    It needs another operator than the coordinator: together, the two can open every report.
+
     Example: fedrecon helper plan.json --key keys/helper.key --coordinator coordinator.pub --keys keys --state helper
 
     Attributes:
       plan: the device plan (plan.json), or the bundle that has it. Its sums are the only ones that are answered.
       key: the helper's private key; fedrecon keys --helper makes it.
       coordinator: the coordinator's public key (*.pub).
-      state: the folder in which the helper remembers what it answered. Keep it as long as the key: without it,
-        answers could be had twice.
+      state: the folder in which the helper remembers what it answered. Keep it as long as the key: without it, the
+        helper would answer a round twice.
       listen: address and port.
       keys: the folder with server.crt, server.key and ca.crt; fedrecon keys makes them.
       insecure: use no encryption. Only for trials on one machine.

@@ -36,14 +36,14 @@ class DeviceOptions:
     """Training over devices.
 
     Attributes:
-      run: the folder of the run that the bundle was made of, whose parameters training begins with; or what
-        `fr.save_algorithm` wrote, or an earlier run over devices.
+      run: the run that the bundle was made of, whose parameters training begins with; or a folder of
+        fr.save_algorithm; or an earlier run over devices.
       tokens: the secret with which your backend issues tokens; fedrecon keys --tokens makes it.
-      helper: the helper's URL, if the plan has one.
+      helper: the helper's URL, if the plan names a helper.
       helper_ca: the certificate of the authority that vouches for the helper.
       sign: the coordinator's private key, whose public half the helper knows; fedrecon keys --nodes makes it.
-      retry: after how many seconds a device asks again, on average.
-      seed: of the run.
+      retry: how many seconds a device waits before it asks again, on average.
+      seed: the seed of the run.
     """
 
     run: Path | None = None
@@ -60,6 +60,7 @@ class Serve:
     """Run a plan: coordinate training over nodes that keep their data, or over devices.
 
     Writes the same files as fedrecon train.
+
     Example: fedrecon serve plan --listen 0.0.0.0:8000 --keys keys --min-nodes 3 --out runs/together
 
     Over devices: fedrecon serve bundle --devices.run start --devices.tokens keys/tokens.key --keys keys --per-round 100
@@ -68,7 +69,7 @@ class Serve:
     Attributes:
       plan: the folder of the plan; or, to train over devices, the bundle that they have.
       out: the folder for everything the run writes: run.json, metrics.jsonl, checkpoint/, model/, plots/.
-      listen: address and port for nodes.
+      listen: address and port for nodes or devices.
       status: address and port of the status page. It has no password, so do not expose it. With port 0 the system
         chooses a port, which is printed. "none" for no page.
       keys: the folder that fedrecon keys made: server.crt, server.key, ca.crt and nodes/ are taken from there.
@@ -76,7 +77,8 @@ class Serve:
       key: its private key, if it is elsewhere.
       ca: the authority's certificate, if it is elsewhere.
       nodes: the folder with public keys of the nodes that may take part, if it is elsewhere.
-      per_round: close a round after this many good replies; by default when all connected nodes have replied.
+      per_round: close a round after this many good replies; by default when all connected nodes have replied, and with
+        devices at the fewest that the plan allows, or with noise at as many as it says.
       oversample: invite this many times as many nodes as --per-round. Large values exclude slow nodes.
       deadline: seconds after which a round is closed with the replies received so far.
       stage_deadline: the same for each small message of a secure sum.
@@ -87,8 +89,8 @@ class Serve:
       max_connections: how many connections one address may have open.
       resume: continue the run in the folder.
       insecure: use no encryption and admit any node. Only for trials on one machine.
-      gateway: run a gateway: sum the replies of nodes for a remote coordinator, which connects to this Unix socket
-        (through the Flower app in examples/flower). --out is then the folder for the gateway's state.
+      gateway: run a gateway: sum the replies of nodes for a remote coordinator, which connects to this Unix socket with
+        the Flower app in examples/flower. --out is then the folder for the gateway's state.
       flower: train over the SuperNodes of a Flower run, whose ServerApp is at this Unix socket. No port is opened.
       json: print a JSON object for every round and evaluation.
       devices: for training over devices.
