@@ -668,7 +668,7 @@ def test_sums_with_other_noise_than_promised_are_refused_before_training(tmp_pat
     algorithm = noised_algorithm(least)
     plan, folder = write_noised_plan(tmp_path / "bundle", algorithm, **noise), fr.RunFolder(tmp_path / "run")
     with connect(1) as nobody, pytest.raises(ValueError, match=message):
-        serve_devices(DeviceApi(plan, SECRET), start_of(algorithm), folder, nobody, DevicePace(reports))
+        serve_devices(DeviceApi(plan, SECRET), start_of(algorithm), folder, nobody, DevicePace(reports, patience=1))
 
 
 def test_what_the_noise_promises_is_said_and_saved(tmp_path):

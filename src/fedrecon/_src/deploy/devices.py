@@ -40,6 +40,7 @@ from fedrecon._src.deploy.http_server import (
 from fedrecon._src.deploy.tasks import DIGEST, MAC_BYTES, NAME_BYTES, TICKET
 from fedrecon._src.deploy.tokens import Budgets, TokenError, device_of
 from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, read_sum_plan
+from fedrecon._src.server.fixed_point import ClientNoise
 from fedrecon._src.storage.atomic import StorageError, read_bytes
 
 MOST_PLAN = 2**24  # bytes
@@ -112,9 +113,10 @@ def read_served_plan(bundle: Path) -> ServedPlan:
         numbers = (plan["rounds"], vector["length"], least, limit)
         good = plan["format"] == "fedrecon-device-plan" and protocol in ("open", "two-servers")
         good = good and all(type(number) is int and number > 0 for number in numbers) and dtype in ("uint32", "float32")
-        algorithm, recipe = str(plan["algorithm"]), plan.get("aggregator") or {}
-        clients, per_round = (recipe.get("settings", {}).get(name) for name in ("clients", "per_round"))
+        algorithm, recipe = str(plan["algorithm"]), (plan.get("aggregator") or {}).get("settings", {})
+        clients, added = recipe.get("clients"), recipe.get("noise")
         good = good and (clients is None or type(clients) is int)
+        per_round = None if added is None else max(round(ClientNoise(*added).per_round), least)
         left_out = tuple((int(begin), int(length)) for begin, length in vector.get("left_out", []))
         noise = None if plan["noise"] is None else {name: float(plan["noise"][name]) for name in NOISE}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -122,7 +124,6 @@ def read_served_plan(bundle: Path) -> ServedPlan:
     if not good:
         raise StorageError(f"{file} is not a device plan; make one with fedrecon bundle RUN --train")
     sums = read_sum_plan(file) if protocol == "two-servers" else None
-    per_round = None if noise is None or per_round is None else max(round(per_round), least)
     return ServedPlan(
         content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums, clients, per_round, noise, left_out
     )
