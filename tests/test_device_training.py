@@ -17,6 +17,7 @@ from fedrecon._src.algorithms.algorithm import with_params
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.deploy.devices import read_served_plan
 from fedrecon_device import Bundle, BundleError, check
 from fedrecon_device.keys import client_key, name_hash, redrawn_order
 from fedrecon_device.plan import read_plan
@@ -311,7 +312,7 @@ def test_the_command_bundles_a_saved_model_for_training_with_noise(tmp_path):
     plan = read_plan((tmp_path / "b" / "plan.json").read_bytes())
     again = open_model(tmp_path / "model").trainable(plan["rounds"], follow(plan["aggregator"]))
     assert plan["algorithm"] == fr.kit.digest(again)
-    assert plan["aggregator"]["settings"]["per_round"] == 40
+    assert read_served_plan(tmp_path / "b").per_round == 40
     assert 7.9 < plan["noise"]["epsilon"] <= 8
     assert (plan["noise"]["least"], plan["noise"]["delta"]) == (20, 1e-5)
     share = again.aggregator.share(total_shapes(again).parts)
