@@ -15,11 +15,11 @@ import numpy as np
 import fedrecon as fr
 from fedrecon._src.client.optimizers import keep_constant, with_prior
 from fedrecon._src.core.display import Progress, silent
-from fedrecon._src.recommend.budget import Population
 from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Update
-from fedrecon._src.recommend.protection import Protection, protect
-from fedrecon._src.recommend.rating_model import FOUND, Items, prepare_ratings, ridges_of
+from fedrecon._src.recommend.protection import Population, Protection, protect
+from fedrecon._src.recommend.rating_model import Items, prepare_ratings, ridges_of
 from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update
+from fedrecon._src.recommend.settings import FOUND
 from fedrecon._src.recommend.task import Ready, Users
 from fedrecon._src.recommend.tasks import build_algorithm
 from studies.leakage import leakage

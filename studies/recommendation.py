@@ -33,7 +33,7 @@ from fedrecon._src.recommend.recipe import build_layout
 from fedrecon._src.recommend.tasks import CLICKS, Users, build_algorithm
 from fedrecon._src.simulation.comparison import measure_costs
 from fedrecon._src.simulation.engine import compile_rounds
-from fedrecon._src.simulation.personalization import reconstruct
+from fedrecon._src.simulation.evaluation import reconstruct
 from fedrecon._src.simulation.sampling import Cohorts
 from fedrecon.data import Ratings
 from studies.ranking import ials

@@ -7,7 +7,7 @@ import pytest
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.recommend.config import Data, RatingsConfig
 from fedrecon._src.recommend.evaluation_table import without_reconstruction
-from fedrecon._src.simulation.personalization import reconstruct
+from fedrecon._src.simulation.evaluation import reconstruct
 
 pytestmark = pytest.mark.slow
 

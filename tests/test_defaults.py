@@ -301,7 +301,7 @@ def test_items_have_the_titles_of_a_file(trained, tmp_path, capsys):
 
 
 def test_reconstruction_is_compiled_once_for_lengths_alike(trained):
-    from fedrecon._src.simulation import personalization as personalize
+    from fedrecon._src.simulation import evaluation
 
     saved = open_model(trained[1])
     algorithm, params = saved.algorithm, saved.params
@@ -310,7 +310,7 @@ def test_reconstruction_is_compiled_once_for_lengths_alike(trained):
         return {"item": np.arange(n, dtype=np.int32), "rating": np.ones(n, np.float32)}
 
     fr.reconstruct(algorithm, params, person(5))
-    before = personalize._compile(algorithm)[1]._cache_size()
+    before = evaluation._compile_reconstruction(algorithm)[1]._cache_size()
     for n in (6, 7, 8):
         fr.reconstruct(algorithm, params, person(n))
-    assert personalize._compile(algorithm)[1]._cache_size() == before
+    assert evaluation._compile_reconstruction(algorithm)[1]._cache_size() == before

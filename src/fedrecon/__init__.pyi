@@ -54,11 +54,11 @@ from ._src.simulation.engine import layout as layout
 from ._src.simulation.evaluation import Evaluation as Evaluation
 from ._src.simulation.evaluation import Evaluator as Evaluator
 from ._src.simulation.evaluation import evaluate as evaluate
+from ._src.simulation.evaluation import predict as predict
+from ._src.simulation.evaluation import reconstruct as reconstruct
 from ._src.simulation.explanation import explain as explain
 from ._src.simulation.multihost import start_hosts as start_hosts
 from ._src.simulation.multihost import start_jax_devices as start_jax_devices
-from ._src.simulation.personalization import predict as predict
-from ._src.simulation.personalization import reconstruct as reconstruct
 from ._src.simulation.training import Callback as Callback
 from ._src.simulation.training import EarlyStopping as EarlyStopping
 from ._src.simulation.training import ProgressBar as ProgressBar

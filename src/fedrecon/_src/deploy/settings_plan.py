@@ -24,9 +24,8 @@ from fedrecon._src.data.sources import DataError
 from fedrecon._src.deploy.plan import OPTIONS, NodeData, Plan, PlanError
 from fedrecon._src.deploy.plan_privacy import max_answers, round_zero_releases
 from fedrecon._src.privacy.accounting import Release, noise_for
-from fedrecon._src.recommend.budget import Population, round_zero_noise
 from fedrecon._src.recommend.config import Config, Reading, config_from_json, to_json
-from fedrecon._src.recommend.protection import fixed_scales, is_recipe, with_rule
+from fedrecon._src.recommend.protection import Population, fixed_scales, is_recipe, round_zero_noise, with_rule
 from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
 from fedrecon._src.recommend.saved_models import SavedModel

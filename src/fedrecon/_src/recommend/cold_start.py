@@ -18,7 +18,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import Split, at_most
 from fedrecon._src.recommend import baselines, ranking
-from fedrecon._src.simulation.personalization import reconstruct
+from fedrecon._src.simulation.evaluation import reconstruct
 
 AFTER = BLEND_AFTER
 BLENDS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 1e3)  # the last is popularity alone

@@ -22,8 +22,7 @@ from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import JUDGES
 from fedrecon._src.recommend.task import Measure, Table, Users
 from fedrecon._src.recommend.tasks import build_algorithm, task_of
-from fedrecon._src.simulation.evaluation import Evaluation
-from fedrecon._src.simulation.personalization import reconstruct
+from fedrecon._src.simulation.evaluation import Evaluation, reconstruct
 
 MARGIN = 1e-6  # relative: what counts as equal
 

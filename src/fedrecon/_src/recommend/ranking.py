@@ -36,7 +36,7 @@ from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.split import Split
 from fedrecon._src.recommend.baselines import split_ratings
-from fedrecon._src.simulation.personalization import predict, reconstruct
+from fedrecon._src.simulation.evaluation import predict, reconstruct
 
 RECALL_AT, NDCG_AT, HIT_AT = (20, 50), (100,), (20,)
 SCORES_AT_ONCE = 2**22  # numbers in a block of users by items

@@ -20,9 +20,9 @@ from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardize
-from fedrecon._src.recommend.budget import Population, round_zero_noise
 from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
 from fedrecon._src.recommend.estimate import Estimate, Transform
+from fedrecon._src.recommend.protection import Population, round_zero_noise
 from fedrecon._src.recommend.round_zero import (
     Answers,
     RoundZero,
@@ -30,11 +30,10 @@ from fedrecon._src.recommend.round_zero import (
     add_gaussian_noise,
     run_round_zero,
 )
-from fedrecon._src.recommend.settings import relaxed_rounds
+from fedrecon._src.recommend.settings import FOUND, relaxed_rounds
 from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import Ready, Users
 
-FOUND = ("*item_bias", "*mean", "*item_traits")  # what round zero found: the server leaves it as it is
 SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
 RELAXED = 0.25  # what a relaxation leaves of the prior
 BESIDE = 0.1  # of the scale's width: so far beside it ratings are still taken

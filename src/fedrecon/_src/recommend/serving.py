@@ -27,7 +27,7 @@ from fedrecon._src.recommend.saved_models import SavedModel, open_for
 from fedrecon._src.recommend.task import Users
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, TEXT, Items
 from fedrecon._src.recommend.word_evaluation import model_predictions, predict_sentences
-from fedrecon._src.simulation.personalization import reconstruct
+from fedrecon._src.simulation.evaluation import reconstruct
 from fedrecon._src.simulation.training import Run
 
 NAMED_IDS = 5  # in a message

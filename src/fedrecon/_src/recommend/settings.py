@@ -14,6 +14,7 @@ from fedrecon._src.core.checks import MOST_FLOAT, MOST_ROUNDS
 
 MOST = 10**7  # of anything that there is an array of
 MEDIAN = 0.5
+FOUND = ("*item_bias", "*mean", "*item_traits")  # parameters that round zero found: the server leaves them as they are
 NUM_TRAITS = 2  # of an item, in round zero: its bias and its popularity
 
 Finite = Annotated[float, Ge(-MOST_FLOAT), Le(MOST_FLOAT)]
