@@ -25,9 +25,9 @@ from fedrecon._src.data import Ratings
 from fedrecon._src.recommend.config import (
     DEFAULT,
     Config,
-    ConfigError,
     Rule,
     check_config,
+    enforce,
     get_setting,
     is_default,
     to_json,
@@ -177,12 +177,11 @@ def tune(
         config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
     check_config(config)
     without = not getattr(config.model, "round_zero", True)
-    for rule in (
+    rules = (
         Rule(without, "model.round_zero", "must be on: tuning tries settings around --preset default"),
         Rule(not config.rounds, "rounds", "must be at least 1: tuning compares trained models"),
-    ):
-        if rule.broken:
-            raise ConfigError(rule.field, get_setting(config, rule.field), rule.rule)
+    )
+    enforce(rules, config)
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
     task = task_of(config)
     ratings = task.load(config, silent)

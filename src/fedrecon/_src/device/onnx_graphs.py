@@ -12,16 +12,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from fedrecon._src.core.checks import require
+from fedrecon._src.core.checks import check_rules, require
 from fedrecon._src.device.inlining import inlined, used_inputs
-from fedrecon._src.device.threefry import UntranslatableError
+from fedrecon._src.device.threefry import ExportError
 
 LARGE = 256  # numbers of a constant that is worth replacing
 OPSET = 21  # ONNX Runtime reads it since 1.18, also on phones and in browsers
-
-
-class ExportError(ValueError):
-    """A function that cannot be translated to ONNX; the message names the operation and the parameter."""
 
 
 class OnnxGraph(NamedTuple):
@@ -55,14 +51,9 @@ def to_onnx(
     """
     jax2onnx = require("jax2onnx")
     shapes = {name: jax.ShapeDtypeStruct(np.shape(array), array.dtype) for name, array in named.items()}
-    try:
-        inline = inlined(lambda *values: function(dict(zip(shapes, values, strict=True))), *shapes.values())
-    except UntranslatableError as problem:
-        raise ExportError(str(problem)) from problem
+    inline = inlined(lambda *values: function(dict(zip(shapes, values, strict=True))), *shapes.values())
     names = used_inputs(lambda values: inline(*values.values()), shapes)
-    for name, reason in (refused or {}).items():
-        if name in names:
-            raise ExportError(reason)
+    check_rules({reason: name not in names for name, reason in (refused or {}).items()}, ExportError)
 
     def flat(*values: Any) -> Any:
         named_values = dict(zip(names, values, strict=True))

@@ -23,8 +23,8 @@ TAIL: tuple[float, ...] = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00
 TAIL += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
 
 
-class UntranslatableError(ValueError):
-    """A random draw that has no translation."""
+class ExportError(ValueError):
+    """A function that cannot be translated to ONNX; the message names the operation and the parameter."""
 
 
 class Words:
@@ -69,7 +69,7 @@ def _one(keys: Any) -> Array:
     """Return the words of a single key; of several, every one would need its own draw."""
     words = _words(keys)
     if words.size != 2:
-        raise UntranslatableError(f"random draws with {words.size // 2} keys at once have no translation to ONNX")
+        raise ExportError(f"random draws with {words.size // 2} keys at once have no translation to ONNX")
     return words.reshape(2)
 
 
@@ -102,7 +102,7 @@ def random_bits(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Draw bits."""
     shape, width = equation.outvars[0].aval.shape, equation.params["bit_width"]
     if width != 32:
-        raise UntranslatableError(f"random draws of {width} bits have no translation to ONNX")
+        raise ExportError(f"random draws of {width} bits have no translation to ONNX")
     x, y = threefry(_one(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))
     return [(x ^ y).astype(jnp.uint32).reshape(shape)]
 

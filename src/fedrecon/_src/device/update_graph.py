@@ -25,7 +25,8 @@ from fedrecon._src.core.model import Batch
 from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
 from fedrecon._src.core.upload import DELTA, RowChanges, Summand, broadcast_clients
 from fedrecon._src.device.export import draws, numbers, plain, promised
-from fedrecon._src.device.onnx_graphs import ExportError, OnnxGraph, to_onnx
+from fedrecon._src.device.onnx_graphs import OnnxGraph, to_onnx
+from fedrecon._src.device.threefry import ExportError
 from fedrecon._src.models.text.shared_weights import plain_layers
 from fedrecon._src.privacy.accounting import check_delta, epsilon_of
 from fedrecon._src.server.aggregator import Aggregator

@@ -8,7 +8,7 @@ import functools
 import json
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -360,10 +360,15 @@ def _validate(kind: type[T], values: Any, source: str = "") -> T:
         raise _explain(kind, problem, source) from None
     parts: tuple[Any, Any] = (settings, getattr(settings, "settings", None))
     for part in parts:  # a command's options, and the config among them
-        for rule in part.rules() if hasattr(part, "rules") else ():
-            if rule.broken:
-                raise ConfigError(rule.field, get_setting(part, rule.field), rule.rule, source)
+        enforce(part.rules() if hasattr(part, "rules") else (), part, source)
     return settings
+
+
+def enforce(rules: Iterable[Rule], settings: Any, source: str = "") -> None:
+    """Raise `ConfigError` with the first rule that settings break."""
+    for rule in rules:
+        if rule.broken:
+            raise ConfigError(rule.field, get_setting(settings, rule.field), rule.rule, source)
 
 
 @functools.cache

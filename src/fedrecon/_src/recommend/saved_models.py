@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.recommend.config import Config, config_from_json, to_json
 from fedrecon._src.recommend.tasks import TASKS, Task, build_algorithm, task_of
 from fedrecon._src.server.aggregator import Aggregator
@@ -143,9 +144,12 @@ def open_for(task: Task[Any, Any, L], path: str | Path, *others: Task[Any, Any, 
         to do with it.
     """
     saved = open_model(path)
-    if saved.task not in (task, *others):
-        use = saved.task.serve.format(run=path)
-        raise StorageError(f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}")
-    if saved.failed is not None:
-        raise StorageError(f"{path} cannot be used because its training failed: {saved.failed}")
+    use = saved.task.serve.format(run=path)
+    rules = {
+        f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}": (
+            saved.task in (task, *others)
+        ),
+        f"{path} cannot be used because its training failed: {saved.failed}": saved.failed is None,
+    }
+    check_rules(rules, StorageError)
     return saved
