@@ -38,7 +38,7 @@ class Summary:
       >>> summary.mean, summary.are_counts
       (3.0, False)
       >>> summary.sentence()
-      '2 users rated 2 items 3 times: ...'
+      'users: 2; items: 2; ratings: 3, ...'
     """
 
     users: int
