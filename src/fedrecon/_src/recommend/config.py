@@ -489,7 +489,7 @@ TEXT_DEFAULT = TextConfig(aggregate=Aggregate(weigh="tokens", clip_quantile="aut
 # The paper's local part: embeddings of words outside the vocabulary, reconstructed by gradient descent.
 TEXT_PAPER = dataclasses.replace(
     TEXT_DEFAULT,
-    model=NextWord(local="oov_embedding", ngrams=False),
+    model=NextWord(local="oov_embedding", ngrams=False, head=0),
     split=SplitSettings(),
     reconstruct=Reconstruct(learning_rate=1.0, steps=100, epochs=1, batch_size=16),
 )

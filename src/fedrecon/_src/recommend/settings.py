@@ -459,6 +459,8 @@ class NextWord:
       max_words: use at most this many words of a sentence, the first ones.
       local: what is reconstructed for every client: an output_bias, from how often they use each word; the
         oov_embedding of each bucket, as in the paper; or nothing.
+      head: how many of the most used words are compared directly, the others only where one of them comes next; 0 for
+        all words at once, as in the paper.
       ngrams: add hashed tables of bigrams and trigrams, global like the rest.
       loss_over: average the loss over tokens, or over all positions with padding as zero, as the paper's code did.
     """
@@ -471,4 +473,5 @@ class NextWord:
     max_words: Width = 20
     local: Literal["output_bias", "oov_embedding", "nothing"] = "output_bias"
     ngrams: bool = True
+    head: Annotated[int, Ge(0), Le(2**16)] = 1000
     loss_over: Literal["tokens", "positions"] = "tokens"

@@ -14,7 +14,7 @@ from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.models.text.lstm import lstm
-from fedrecon._src.models.text.softmax import Logits
+from fedrecon._src.models.text.softmax import Logits, Outputs
 
 LocalPart = Literal["oov_embedding", "output_bias", "nothing"]
 PRIOR = 5.0  # imagined uses of every word, as many as the global model expects: with few words the bias stays near 0
@@ -30,6 +30,7 @@ def next_word(
     projection: int = 96,
     local: LocalPart = "oov_embedding",
     pair_rows: int = 0,
+    head: int = 0,
     loss_over: Literal["tokens", "positions"] = "tokens",
 ) -> Model:
     """Predict the next word at every position of a sentence.
@@ -65,6 +66,9 @@ def next_word(
         local are global.
       pair_rows: rows of a hashed table of trigrams: the row of the last two words, and one of the last word alone
         (bigrams), are added to the projection. They are trained like all other global parameters. 0 for neither.
+      head: how many of the most used words (the first ones) are compared directly. All others are compared only where
+        one of them comes next, and so are the buckets: both together have one place each beside the direct ones, so
+        that a step costs several times less. 0 for a single softmax over everything, as in the paper.
       loss_over: take the mean loss over `tokens` that are not padding, or over all `positions`, where padding adds 0.
 
     Returns:
@@ -89,7 +93,9 @@ def next_word(
     check_choice("loss_over", loss_over, ("tokens", "positions"))
     check_choice("local", local, get_args(LocalPart))
     check_number("pair_rows", pair_rows)
-    end, outputs = vocabulary + 2, vocabulary + 3 + oov_buckets
+    check_number("head", head, most=vocabulary)
+    end = vocabulary + 2
+    outputs = _outputs(vocabulary, oov_buckets, head)
 
     def init_oov(key: Array) -> Params:
         return {"oov_embedding": _embeddings(key, (oov_buckets, embedding))}
@@ -97,7 +103,8 @@ def next_word(
     def init_global(key: Array) -> Params:
         keys = jax.random.split(key, 6)
         params = {"word_embedding": _embeddings(keys[0], (vocabulary + 3, embedding))}
-        params |= _init_layers(keys[1:5], (embedding, hidden, projection, outputs))
+        params |= _init_layers(keys[1:4], (embedding, hidden, projection))
+        params["output"] = _init_outputs(keys[4], projection, outputs)
         if pair_rows:
             params["bigrams"] = jnp.zeros((vocabulary + 3, projection))
             params["trigrams"] = jnp.zeros((pair_rows, projection))
@@ -108,15 +115,13 @@ def next_word(
 
     def predict(shared: Params, local_params: Params, batch: Batch) -> Logits:
         oov_embedding = (local_params if local == "oov_embedding" else shared)["oov_embedding"]
-        bias = None
-        if local == "output_bias":
-            bias = _of_outputs(jnp.log((local_params["count"] + PRIOR) / (local_params["expected"] + PRIOR)), outputs)
-        return _predict(shared, oov_embedding, bias, batch)
+        biases = _biases(local_params, outputs, end) if local == "output_bias" else None
+        return _predict(shared, oov_embedding, biases, batch, outputs)
 
     def statistics(predictions: Logits, batch: Batch, mask: Array) -> Params:
         target = jnp.where(mask[:, None], batch["target"], 0)
         return {
-            "count": _per_word(_one_hot_sums(target, outputs), end),
+            "count": _per_word(_one_hot_sums(target, outputs.count), end),
             "expected": _per_word(predictions.expected(target), end),
         }
 
@@ -131,9 +136,16 @@ def next_word(
     )
 
 
-def _init_layers(keys: Array, widths: tuple[int, int, int, int]) -> Params:
-    """Draw the LSTM, with its forget gates open, the projection and the output layer."""
-    embedding, hidden, projection, outputs = widths
+def _outputs(vocabulary: int, oov_buckets: int, head: int) -> Outputs:
+    """Return which outputs are scored together: without a head, all of them."""
+    first_oov, count = vocabulary + 3, vocabulary + 3 + oov_buckets
+    groups = ((head + 1, vocabulary + 1), (first_oov, count)) if head else ()
+    return Outputs(count, tuple((first, after) for first, after in groups if after > first))
+
+
+def _init_layers(keys: Array, widths: tuple[int, int, int]) -> Params:
+    """Draw the LSTM, with its forget gates open, and the projection."""
+    embedding, hidden, projection = widths
     glorot = jax.nn.initializers.glorot_uniform()
     return {
         "lstm": {
@@ -142,8 +154,21 @@ def _init_layers(keys: Array, widths: tuple[int, int, int, int]) -> Params:
             "bias": jnp.zeros((4, hidden)).at[1].set(1.0).reshape(-1),
         },
         "projection": {"kernel": glorot(keys[2], (hidden, projection)), "bias": jnp.zeros(projection)},
-        "output": {"kernel": glorot(keys[3], (projection, outputs)), "bias": jnp.zeros(outputs)},
     }
+
+
+def _init_outputs(key: Array, projection: int, outputs: Outputs) -> Params:
+    """Draw the output layer: a kernel and a bias, and as many for each group of outputs."""
+    glorot = jax.nn.initializers.glorot_uniform()
+    levels = [
+        {"kernel": glorot(key, (projection, size)), "bias": jnp.zeros(size)}
+        for key, size in zip(_keys(key, len(outputs.sizes)), outputs.sizes, strict=True)
+    ]
+    return levels[0] | {f"group_{number}": level for number, level in enumerate(levels[1:])}
+
+
+def _keys(key: Array, count: int) -> list[Array]:
+    return [key] if count == 1 else [*jax.random.split(key, count)]
 
 
 def _one_hot_sums(target: Array, outputs: int) -> Array:
@@ -155,17 +180,29 @@ def _per_word(sums: Array, end: int) -> Array:
     return jnp.append(sums[: end + 1], jnp.sum(sums[end + 1 :]))
 
 
-def _of_outputs(per_word: Array, outputs: int) -> Array:
-    """Give every bucket what `_per_word` has for all of them."""
-    return jnp.concatenate([per_word[:-1], jnp.broadcast_to(per_word[-1], (outputs - len(per_word) + 1,))])
+def _biases(local: Params, outputs: Outputs, end: int) -> list[Array]:
+    """Return the bias of every output and of every group, from how often they were used and expected.
+
+    All buckets share one bias, which their group has too; within it, they then have none that matters.
+    """
+    count, expected = local["count"], local["expected"]
+    in_group = [slice(first, after) if after <= end + 1 else slice(end + 1, None) for first, after in outputs.groups]
+    used = jnp.append(count, jnp.array([jnp.sum(count[part]) for part in in_group]))
+    awaited = jnp.append(expected, jnp.array([jnp.sum(expected[part]) for part in in_group]))
+    bias = jnp.log((used + PRIOR) / (awaited + PRIOR))
+    per_word, per_group = bias[: end + 2], bias[end + 2 :]
+    of_buckets = jnp.broadcast_to(per_word[-1], (outputs.count - end - 1,))
+    return outputs.divide(jnp.concatenate([per_word[:-1], of_buckets]), per_group)
 
 
-def _predict(shared: Params, oov_embedding: Array, bias: Array | None, batch: Batch) -> Logits:
+def _predict(
+    shared: Params, oov_embedding: Array, biases: list[Array] | None, batch: Batch, outputs: Outputs
+) -> Logits:
     oov = batch["oov"]
     of_bucket = oov_embedding[jnp.maximum(oov - 1, 0)]
     of_word = shared["word_embedding"][batch["word"]]
     embedded = jnp.where((oov > 0)[..., None], of_bucket, of_word)
-    memory, dense, output = shared["lstm"], shared["projection"], shared["output"]
+    memory, dense = shared["lstm"], shared["projection"]
     weights = memory["kernel"], memory["recurrent"], memory["bias"]
     after_oov = jax.lax.cummax((oov > 0).astype(jnp.int32), axis=1) > 0
     states, frozen_states = lstm(embedded, *weights, _lengths(batch), after_oov[:, -1], (of_word,))
@@ -178,12 +215,14 @@ def _predict(shared: Params, oov_embedding: Array, bias: Array | None, batch: Ba
         return states @ dense["kernel"] + dense["bias"] + ngrams  # (examples, length, projection)
 
     held = of_word, *weights, dense["kernel"], dense["bias"], jnp.asarray(ngrams)
-    of_outputs = output["bias"] if bias is None else output["bias"] + bias
-    return Logits(project(states + frozen_states), output["kernel"], of_outputs, after_oov, project(states), held)
+    levels = [shared["output"], *(shared["output"][f"group_{k}"] for k in range(len(outputs.groups)))]
+    personal = [0.0] * len(levels) if biases is None else biases
+    of_outputs = [(level["kernel"], level["bias"] + bias) for level, bias in zip(levels, personal, strict=True)]
+    return Logits(project(states + frozen_states), of_outputs, after_oov, project(states), held, outputs)
 
 
 def _cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
-    return predictions.score(batch["target"])[0], (batch["target"] != 0).astype(jnp.float32)
+    return predictions.losses(batch["target"]), (batch["target"] != 0).astype(jnp.float32)
 
 
 def _cross_entropy_over_positions(predictions: Logits, batch: Batch) -> Weighted:
@@ -204,7 +243,7 @@ def _accuracy(end: int, *, with_oov: bool = False, with_end: bool = False) -> Me
     def measure(predictions: Logits, batch: Batch) -> Weighted:
         target = batch["target"]
         counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
-        return predictions.score(target)[1], counts.astype(jnp.float32)
+        return predictions.hits(target), counts.astype(jnp.float32)
 
     return Metric(measure)
 

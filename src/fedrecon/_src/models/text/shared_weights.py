@@ -26,7 +26,7 @@ def plain_layers() -> Iterator[None]:
         _plain.reset(token)
 
 
-def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
+def merging(axis: int | None, plain: Layer | None = None) -> Callable[[Layer], Layer]:
     """Make `jax.vmap` of a layer merge the mapped axis into the layer's batch, if the weights are not mapped.
 
     Clients whose global parameters are frozen then run like one client with a larger batch, and a product of many rows
@@ -36,7 +36,8 @@ def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
     The layer must treat the examples of a batch independently of each other. Derivatives of any order work.
 
     Args:
-      axis: the batch axis, of all arrays of the layer's first argument and of all its results.
+      axis: the batch axis, of all arrays of the layer's first argument and of all its results. None if results have
+        sums over the batch: then several clients run `plain`, side by side.
       plain: the same function, for derivatives and for clients with their own weights, if the layer itself does not
         support them; by default the layer.
     """
@@ -46,7 +47,7 @@ def merging(axis: int, plain: Layer | None = None) -> Callable[[Layer], Layer]:
 
         @batched.def_vmap
         def map_over(clients: int, mapped: Any, batches: Any, weights: Any) -> Any:
-            private = any(jax.tree.leaves(mapped[1]))
+            private = axis is None or any(jax.tree.leaves(mapped[1]))
             if clients == 1:
                 alone = jax.tree.map(lambda x, is_mapped: x[0] if is_mapped else x, (batches, weights), tuple(mapped))
                 result = jax.tree.map(lambda x: x[None], batched(*alone))

@@ -18,13 +18,73 @@ from fedrecon._src.models.text.shared_weights import merging
 Rows = tuple[Array, Array]  # hidden, and the targets
 Weights = tuple[Array, Array]  # kernel and bias
 
-LOGITS_BYTES = 2**22  # logits are computed in parts of at most this size, to stay in a cache
+PART = 64  # rows whose logits are computed together, to stay in a cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Which outputs are scored together.
+
+    The groups are scored only where the target is one of theirs: there are two levels, and the first has all other
+    outputs and one for every group. Since words of a group are rare, most rows need the first level alone.
+
+    Attributes:
+      count: how many outputs there are.
+      groups: of neighbours, `(first, one after the last)`, in ascending order; none for a single softmax.
+
+    References:
+      Goodman, Classes for Fast Maximum Entropy Training, 2001; Grave et al., Efficient Softmax Approximation for GPUs,
+      ICML 2017.
+    """
+
+    count: int
+    groups: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ungrouped(self) -> list[int]:
+        """The outputs that no group has."""
+        return [k for k in range(self.count) if not any(first <= k < after for first, after in self.groups)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many logits each level has: the first one, then those of the groups."""
+        return (len(self.ungrouped) + len(self.groups), *(after - first for first, after in self.groups))
+
+    def levels_of(self, target: Array) -> list[Array]:
+        """Return a target's place at the first level and in each group; -1 where it is in none, as 0 (padding) is."""
+        before = sum(((target >= after) * (after - first) for first, after in self.groups), jnp.zeros_like(target))
+        top, places = jnp.where(target > 0, target - before, -1), []
+        for number, (first, after) in enumerate(self.groups):
+            inside = (target >= first) & (target < after)
+            top = jnp.where(inside, len(self.ungrouped) + number, top)
+            places.append(jnp.where(inside, target - first, -1))
+        return [top, *places]
+
+    def divide(self, per_output: Array, per_group: Array) -> list[Array]:
+        """Divide values of `(outputs,)` and `(groups,)` among the levels."""
+        top = jnp.concatenate([per_output[np.array(self.ungrouped, int)], per_group])
+        return [top, *(per_output[first:after] for first, after in self.groups)]
+
+    def log_shares(self, levels: list[Array]) -> Array:
+        """Return the logarithm of each output's probability, `(..., outputs)`, from the logits of all levels.
+
+        Of a single softmax, its logits are returned as they are.
+        """
+        if not self.groups:
+            return levels[0]
+        top = jax.nn.log_softmax(levels[0])
+        pieces, at, begin = [], 0, 0
+        for number, (first, after) in enumerate(self.groups):
+            share = top[..., len(self.ungrouped) + number, None]
+            pieces += [top[..., at : at + first - begin], share + jax.nn.log_softmax(levels[1 + number])]
+            at, begin = at + first - begin, after
+        return jnp.concatenate([*pieces, top[..., at : len(self.ungrouped)]], -1)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["hidden", "kernel", "bias", "moved", "where_moved", "held"],
-    meta_fields=[],
+    data_fields=["hidden", "weights", "moved", "where_moved", "held"],
+    meta_fields=["outputs"],
     drop_fields=["scored"],
 )
 @dataclasses.dataclass
@@ -33,39 +93,44 @@ class Logits:
 
     Attributes:
       hidden: `(..., features)`.
-      kernel: `(features, outputs)`.
-      bias: `(outputs,)`.
+      weights: a kernel `(features, logits)` and a bias `(logits,)` for each level of `outputs`.
       moved: `(...)`, true where `hidden` depends on anything besides `held`.
       where_moved: the same as `hidden` where `moved` is true; elsewhere it may be anything, to be cheaper to compute.
       held: what `hidden` depends on where `moved` is false. In reconstruction none of this is differentiated, and only
         rows that are moved have a gradient.
-      scored: the last argument and result of `score`.
+      outputs: which of them are scored together.
+      scored: the last argument and result of `losses`.
     """
 
     hidden: Array
-    kernel: Array
-    bias: Array
+    weights: list[Weights]
     moved: Array
     where_moved: Array
     held: tuple[Array, ...]
+    outputs: Outputs
     scored: tuple[Any, Any] = dataclasses.field(default=(None, None), repr=False)
 
-    def score(self, target: Array) -> tuple[Array, Array]:
-        """Compare with the targets.
+    def losses(self, target: Array) -> Array:
+        """Return the cross-entropies with the targets, `(...)`; 0 where the target is 0, which is padding."""
+        return self._score(target)[0]
 
-        Args:
-          target: `(...)`; 0 is padding.
+    def hits(self, target: Array) -> Array:
+        """Return 1 where no output is more probable than the target, else 0, `(...)`; 0 for padding."""
+        if not self.outputs.groups:
+            return self._score(target)[1]
+        rows = lax.stop_gradient(self.hidden.reshape(-1, self.hidden.shape[-1])), target.reshape(-1)
+        return _compare_levels(self.outputs)(rows, lax.stop_gradient(self.weights)).reshape(target.shape)
 
-        Returns:
-          The cross-entropies, and 1 where no output has a higher logit than the target (0 elsewhere), both `(...)` and
-          0 for padding.
-        """
+    def _score(self, target: Array) -> tuple[Array, Array]:
         if self.scored[0] is not target:  # the loss and each metric need the same result
             rows, moved_rows = (h.reshape(-1, h.shape[-1]) for h in (self.hidden, self.where_moved))
-            losses, best = cross_entropy(
-                rows, self.kernel, self.bias, target.reshape(-1), self.moved.reshape(-1), moved_rows, self.held
-            )
-            self.scored = (target, (losses.reshape(target.shape), best.reshape(target.shape)))
+            levels = zip(self.weights, self.outputs.levels_of(target.reshape(-1)), strict=True)
+            scores = [
+                cross_entropy(rows, *weights, places, self.moved.reshape(-1), moved_rows, self.held)
+                for weights, places in levels
+            ]
+            losses = sum((losses for losses, _ in scores[1:]), scores[0][0])
+            self.scored = (target, (losses.reshape(target.shape), scores[0][1].reshape(target.shape)))
         return self.scored[1]
 
     def expected(self, target: Array) -> Array:
@@ -74,13 +139,12 @@ class Logits:
         Args:
           target: `(...)`; 0 is padding.
         """
-        rows, real = self.hidden.reshape(-1, self.hidden.shape[-1]), target.reshape(-1) != 0
-        probabilities = jax.nn.softmax(rows @ self.kernel + self.bias)
-        return jnp.where(real, 1.0, 0.0) @ probabilities
+        logits = self.values().reshape(-1, self.outputs.count)
+        return jnp.where(target.reshape(-1) != 0, 1.0, 0.0) @ jax.nn.softmax(logits)
 
     def values(self) -> Array:
         """Return the logits, `(..., outputs)`."""
-        return self.hidden @ self.kernel + self.bias
+        return self.outputs.log_shares([self.hidden @ kernel + bias for kernel, bias in self.weights])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the logits for NumPy."""
@@ -104,7 +168,7 @@ def cross_entropy(
       hidden: `(rows, features)`.
       kernel: `(features, outputs)`.
       bias: `(outputs,)`.
-      target: `(rows,)`; 0 for padding, whose results are 0.
+      target: `(rows,)`; -1 for rows that have none, whose results are 0.
       moved: `(rows,)`, false for rows that depend only on `held`.
       where_moved: `(rows, features)`: the same as `hidden` where `moved` is true. If neither the weights nor `held` are
         differentiated, it gets the gradient instead of `hidden`.
@@ -123,21 +187,20 @@ def _forward(
     where_moved: CustomVJPPrimal,
     held: tuple[CustomVJPPrimal, ...],
 ) -> tuple[tuple[Array, Array], Any]:
-    weights, values = (kernel.value, bias.value), (hidden.value, kernel.value, target.value)
+    rows, weights = (hidden.value, target.value), (kernel.value, bias.value)
+    losses = _losses(rows, weights)
     if kernel.perturbed or bias.perturbed:
-        compared = _compare(hidden.value @ kernel.value + bias.value, target.value)
-        return compared[:2], (values, compared[2:], None, None)
+        return losses, ((rows, weights), None, None)
     # With the weights frozen, as in reconstruction, only the gradient by the rows is needed. It is computed separately
     # from the losses, which reconstruction does not use, so that the compiler can drop them.
-    losses = _losses((hidden.value, target.value), weights)
     if any(leaf.perturbed for leaf in held):
-        return losses, (None, None, _slopes((hidden.value, target.value), weights), None)
-    moved_target = jnp.where(moved.value, target.value, 0)
-    return losses, (None, None, None, _slopes((where_moved.value, moved_target), weights))
+        return losses, (None, _slopes(rows, weights), None)
+    moved_target = jnp.where(moved.value, target.value, -1)
+    return losses, (None, None, _slopes((where_moved.value, moved_target), weights))
 
 
 def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    values, softmax, slope, slope_where_moved = saved
+    differentiated, slope, slope_where_moved = saved
     d_losses = cotangents[0]
     if isinstance(d_losses, SymbolicZero):
         return (None,) * 7
@@ -145,12 +208,8 @@ def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
         return *(None,) * 5, slope_where_moved * d_losses[:, None], None
     if slope is not None:
         return slope * d_losses[:, None], *(None,) * 6
-    hidden, kernel, target = values
-    exponentials, total = softmax
-    d_losses = jnp.where(target != 0, d_losses, 0)
-    d_logits = exponentials * (d_losses / total)[:, None]
-    d_logits = d_logits.at[jnp.arange(len(target)), target].add(-d_losses)
-    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0), *(None,) * 4
+    (hidden, target), weights = differentiated
+    return *_gradients((hidden, target, d_losses), weights), *(None,) * 4
 
 
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -163,7 +222,7 @@ def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
     total = jnp.sum(exponentials, -1)
     at_target = jnp.take_along_axis(logits, target[:, None], -1)[:, 0]
     losses = jnp.log(total) + lax.stop_gradient(highest) - at_target
-    real = target != 0
+    real = target >= 0
     return jnp.where(real, losses, 0), (real & (at_target >= highest)).astype(logits.dtype), exponentials, total
 
 
@@ -177,33 +236,69 @@ def _slopes_at_once(rows: Rows, weights: Weights) -> Array:
     (hidden, target), (kernel, bias) = rows, weights
     *_, exponentials, total = _compare(hidden @ kernel + bias, target)
     slope = (exponentials @ kernel.T) / total[:, None] - kernel[:, target].T
-    return jnp.where((target != 0)[:, None], slope, 0)
+    return jnp.where((target >= 0)[:, None], slope, 0)
 
 
-def _in_parts(at_once: Callable[[Rows, Weights], Any], rows: Rows, weights: Weights) -> Any:
-    """Apply a function to as many rows at a time as `LOGITS_BYTES` allows, without padding.
+def _gradients_at_once(rows: tuple[Array, Array, Array], weights: Weights) -> tuple[Array, Array, Array]:
+    """Return the gradients of a sum of cross-entropies with given weights, by the rows, the kernel and the bias."""
+    (hidden, target, d_losses), (kernel, bias) = rows, weights
+    *_, exponentials, total = _compare(hidden @ kernel + bias, target)
+    d_losses = jnp.where(target >= 0, d_losses, 0)
+    d_logits = exponentials * (d_losses / total)[:, None]
+    d_logits = d_logits.at[jnp.arange(len(target)), target].add(-d_losses)
+    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0)
 
-    A third of the positions in a batch of sentences is padding. It is sorted to the end, in parts that are never run.
+
+def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, sums: bool = False) -> Any:
+    """Apply a function to some rows at a time, and only to rows that have a target.
+
+    A third of the positions in a batch of sentences is padding, and few targets are in a group of rare words. The rows
+    without a target are sorted to the end, in parts that are never run.
+
+    Args:
+      at_once: `(rows, weights) -> results`, each with a value for every row.
+      rows: arrays of `(rows, ...)`, the second of which has the targets.
+      weights: what `at_once` needs besides.
+      sums: all results but the first are sums over rows instead.
     """
-    count, kernel = len(rows[1]), weights[0]
-    parts = -(-count * kernel.shape[1] * kernel.dtype.itemsize // LOGITS_BYTES)
-    if parts <= 1:
-        return at_once(rows, weights)
-    length = -(-count // parts)
-    order = jnp.argsort(rows[1] == 0, stable=True)
-    order = jnp.pad(order, (0, parts * length - count), mode="edge")
-    sorted_rows = jax.tree.map(lambda x: x[order], rows)
+    count = len(rows[1])
+    parts = -(-count // PART)
+    order = jnp.pad(jnp.argsort(rows[1] < 0, stable=True), (0, parts * PART - count), mode="edge")
+    real = jnp.sum(rows[1] >= 0)
+    sorted_rows = [x[order] for x in rows]
+    sorted_rows[1] = jnp.where(jnp.arange(parts * PART) < real, sorted_rows[1], -1)  # not what the edge repeats
 
-    def run_part(part: Array, results: Any) -> Any:
-        part_rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * length, length), sorted_rows)
-        new = at_once(part_rows, weights)
-        return jax.tree.map(lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * length, 0), results, new)
+    def is_sum(number: int) -> bool:
+        return sums and number > 0
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at_once, sorted_rows, weights))
-    results = lax.fori_loop(0, -(-jnp.sum(rows[1] != 0) // length), run_part, nothing)
+    def run_part(part: Array, results: list[Array]) -> list[Array]:
+        part_rows = tuple(lax.dynamic_slice_in_dim(x, part * PART, PART) for x in sorted_rows)
+        new = jax.tree.leaves(at_once(part_rows, weights))
+        return [
+            all_ + x if is_sum(number) else lax.dynamic_update_slice_in_dim(all_, x, part * PART, 0)
+            for number, (all_, x) in enumerate(zip(results, new, strict=True))
+        ]
+
+    shapes, tree = jax.tree.flatten(jax.eval_shape(at_once, tuple(sorted_rows), weights))
+    results = lax.fori_loop(0, -(-real // PART), run_part, [jnp.zeros(x.shape, x.dtype) for x in shapes])
     back = jnp.zeros(count, order.dtype).at[order[:count]].set(jnp.arange(count, dtype=order.dtype))
-    return jax.tree.map(lambda x: x[back], results)
+    return tree.unflatten([x if is_sum(number) else x[back] for number, x in enumerate(results)])
 
 
 _losses = merging(axis=0, plain=_losses_at_once)(functools.partial(_in_parts, _losses_at_once))
 _slopes = merging(axis=0, plain=_slopes_at_once)(functools.partial(_in_parts, _slopes_at_once))
+_gradients = merging(axis=None, plain=_gradients_at_once)(functools.partial(_in_parts, _gradients_at_once, sums=True))
+
+
+@functools.lru_cache
+def _compare_levels(outputs: Outputs) -> Callable[[Rows, list[Weights]], Array]:
+    """Return a function that tells where no output is more probable than the target, over all levels."""
+
+    def at_once(rows: Rows, weights: list[Weights]) -> Array:
+        shares = outputs.log_shares([rows[0] @ kernel + bias for kernel, bias in weights])
+        return _compare(shares, jnp.where(rows[1] > 0, rows[1], -1))[1]
+
+    def in_parts(rows: Rows, weights: list[Weights]) -> Array:
+        return _in_parts(at_once, (rows[0], jnp.where(rows[1] > 0, rows[1], -1)), weights)
+
+    return merging(axis=0, plain=at_once)(in_parts)

@@ -45,6 +45,7 @@ def build_next_word(settings: NextWord, vocabulary: Vocabulary) -> Model:
         projection=settings.projection,
         local=settings.local,
         pair_rows=PAIR_ROWS if settings.ngrams else 0,
+        head=min(settings.head, len(vocabulary)),
         loss_over=settings.loss_over,
     )
 
