@@ -67,7 +67,7 @@ class Objective(NamedTuple):
                 predictions = self.predict(params, context, batch)
             else:
                 predictions = self.predict_train(params, context, batch, step)
-            return measure(self.model, predictions, original_batch(batch), mask)
+            return measure(self.model, predictions, original_batch(batch), mask, training=step is not None)
 
         return measure_at(params) if self.surrogate is None else self.surrogate(measure_at, params, context)
 

@@ -20,6 +20,8 @@ AUTO: Literal["auto"] = "auto"
 class Metric(NamedTuple):
     """A weighted mean over examples: `measure(predictions, batch) -> (values, weights)`, then `finish(mean)`.
 
+    One that costs as much as a step itself can be left out `in_training`; rounds then report NaN.
+
     Example:
       >>> import fedrecon as fr
       >>> import jax.numpy as jnp
@@ -32,6 +34,7 @@ class Metric(NamedTuple):
 
     measure: Callable[[Any, Batch], Weighted]
     finish: Callable[[Any], Any] = lambda mean: mean
+    in_training: bool = True
 
 
 class ClientMetrics(NamedTuple):
@@ -183,7 +186,7 @@ def evaluated_names(model: Model) -> list[str]:
 
 
 def measure(
-    model: Model, predictions: Any, batch: Batch, mask: Bool[Array, " examples"]
+    model: Model, predictions: Any, batch: Batch, mask: Bool[Array, " examples"], *, training: bool = False
 ) -> tuple[Float[Array, ""], Float[Array, "metrics 2"]]:
     """Measure the loss and the metrics of one batch.
 
@@ -192,12 +195,17 @@ def measure(
       predictions: what `model.predict` returned for this batch.
       batch: features of `(examples, ...)`.
       mask: false where an example is padding.
+      training: leave out the metrics that are not for training; their sums are 0.
 
     Returns:
       The mean loss, and sums: each metric's weighted values and its weights.
     """
     sums = [_masked_sums(model.loss(predictions, batch), mask)]
-    sums += [_masked_sums(metric.measure(predictions, batch), mask) for metric in model.metrics.values()]
+    nothing = jnp.zeros(()), jnp.zeros(())
+    sums += [
+        _masked_sums(metric.measure(predictions, batch), mask) if metric.in_training or not training else nothing
+        for metric in model.metrics.values()
+    ]
     total, weight = sums[0]
     # The weight depends on the data only, never on the parameters, so no gradient flows through the guard.
     mean_loss = total / jnp.where(weight > 0, weight, 1.0)

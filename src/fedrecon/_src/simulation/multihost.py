@@ -26,7 +26,7 @@ from fedrecon._src.storage.run_folder import RunFolder
 AXIS = "clients"
 TIMEOUT = 100  # seconds that processes wait for each other
 MAX_CPU_DEVICES = 64  # unless the machine has more cores
-SMALL_LOOP = 2**20  # bytes that a step may read and write for its loop to be compiled as one function
+SMALL_LOOP = 2**18  # bytes that a step may read and write for its loop to be compiled as one function
 REPEATED_SIGNAL = 2.0  # seconds: launchers and terminals may both forward one Ctrl-C
 
 

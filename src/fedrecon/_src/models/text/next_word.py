@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -104,7 +105,7 @@ def next_word(
         keys = jax.random.split(key, 6)
         params = {"word_embedding": _embeddings(keys[0], (vocabulary + 3, embedding))}
         params |= _init_layers(keys[1:4], (embedding, hidden, projection))
-        params["output"] = _init_outputs(keys[4], projection, outputs)
+        params["output"] = _init_outputs(keys[4], projection, outputs, end)
         if pair_rows:
             params["bigrams"] = jnp.zeros((vocabulary + 3, projection))
             params["trigrams"] = jnp.zeros((pair_rows, projection))
@@ -131,7 +132,7 @@ def next_word(
         predict=predict,
         statistics=statistics if local == "output_bias" else None,
         loss=_cross_entropy if loss_over == "tokens" else _cross_entropy_over_positions,
-        metrics=_metrics(end),
+        metrics=_metrics(end, in_training=not outputs.groups),
         lookups={"word_embedding": "word"} | ({"bigrams": "word", "trigrams": "pair"} if pair_rows else {}),
     )
 
@@ -157,12 +158,16 @@ def _init_layers(keys: Array, widths: tuple[int, int, int]) -> Params:
     }
 
 
-def _init_outputs(key: Array, projection: int, outputs: Outputs) -> Params:
+def _init_outputs(key: Array, projection: int, outputs: Outputs, end: int) -> Params:
     """Draw the output layer: a kernel and a bias, and as many for each group of outputs."""
     glorot = jax.nn.initializers.glorot_uniform()
+    # The n-th most used word is about 1 / n as frequent as the first; a single softmax starts as in the paper.
+    rank = jnp.clip(jnp.arange(outputs.count), 1, end - 2) * jnp.ones(outputs.count)
+    frequency = -jnp.log(rank) if outputs.groups else jnp.zeros(outputs.count)
+    biases = outputs.divide(frequency, jnp.zeros(len(outputs.groups)))
     levels = [
-        {"kernel": glorot(key, (projection, size)), "bias": jnp.zeros(size)}
-        for key, size in zip(_keys(key, len(outputs.sizes)), outputs.sizes, strict=True)
+        {"kernel": glorot(key, (projection, len(bias))), "bias": bias}
+        for key, bias in zip(_keys(key, len(biases)), biases, strict=True)
     ]
     return levels[0] | {f"group_{number}": level for number, level in enumerate(levels[1:])}
 
@@ -185,7 +190,7 @@ def _biases(local: Params, outputs: Outputs, end: int) -> list[Array]:
 
     All buckets share one bias, which their group has too; within it, they then have none that matters.
     """
-    count, expected = local["count"], local["expected"]
+    count, expected = (jnp.maximum(local[name], 0) for name in ("count", "expected"))
     in_group = [slice(first, after) if after <= end + 1 else slice(end + 1, None) for first, after in outputs.groups]
     used = jnp.append(count, jnp.array([jnp.sum(count[part]) for part in in_group]))
     awaited = jnp.append(expected, jnp.array([jnp.sum(expected[part]) for part in in_group]))
@@ -230,22 +235,26 @@ def _cross_entropy_over_positions(predictions: Logits, batch: Batch) -> Weighted
     return values, jnp.ones_like(real)
 
 
-def _metrics(end: int) -> dict[str, Metric]:
-    return {
+def _metrics(end: int, *, in_training: bool) -> dict[str, Metric]:
+    """Return the metrics; accuracies compare all outputs, which two levels save in training."""
+    accuracies = {
         "accuracy": _accuracy(end),
         "accuracy_with_eos": _accuracy(end, with_end=True),
         "accuracy_with_oov_eos": _accuracy(end, with_oov=True, with_end=True),
+    }
+    return {
+        **{name: Metric(accuracy, in_training=in_training) for name, accuracy in accuracies.items()},
         "perplexity": Metric(_cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
     }
 
 
-def _accuracy(end: int, *, with_oov: bool = False, with_end: bool = False) -> Metric:
+def _accuracy(end: int, *, with_oov: bool = False, with_end: bool = False) -> Callable[[Logits, Batch], Weighted]:
     def measure(predictions: Logits, batch: Batch) -> Weighted:
         target = batch["target"]
         counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
         return predictions.hits(target), counts.astype(jnp.float32)
 
-    return Metric(measure)
+    return measure
 
 
 def _lengths(batch: Batch) -> Array:
