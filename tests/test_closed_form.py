@@ -91,3 +91,15 @@ def test_the_output_bias_compares_counts_with_what_the_model_expects():
     logits = fr.predict(model, params, local, examples)[0, 0]
     bias = np.log((local["count"] + 5) / (local["expected"] + 5))
     np.testing.assert_allclose(logits, np.log(shares) + bias[[0, 1, 2, 3, 4, 5, 5]], rtol=1e-4)
+
+
+def test_a_group_of_rare_words_has_a_bias_of_its_own():
+    """As above with the first word alone in the head: at the first level, its group and the buckets have one each."""
+    model = fr.models.next_word(2, 2, embedding=2, hidden=3, projection=2, local="output_bias", head=1)
+    params = jax.tree.map(jnp.zeros_like, model.init_global(jax.random.key(0)))
+    local = {"count": jnp.array([0.0, 1, 3, 0, 1, 2]), "expected": jnp.array([0.0, 2, 1, 0, 1, 1])}
+    examples = {"word": np.int32([[3]]), "oov": np.int16([[0]]), "target": np.int32([[1]])}
+    shares = np.exp(fr.predict(model, params, local, examples)[0, 0])
+    weights = np.array([1, 6 / 7, 8 / 6, 1, 1, 7 / 6])  # (count + 5) / (expected + 5) of each id, all buckets last
+    expected = weights[[0, 1, 2, 3, 4, 5, 5]] * [1, 1, 1, 1, 1, 0.5, 0.5]
+    np.testing.assert_allclose(shares, expected / expected.sum(), rtol=1e-5)

@@ -100,6 +100,7 @@ def test_parameters_start_as_is_usual():
         ({"oov_buckets": 0}, "`oov_buckets`"),
         ({"hidden": -1}, "`hidden`"),
         ({"loss_over": "words"}, "`loss_over`"),
+        ({"head": 6}, "`head`"),
     ],
 )
 def test_impossible_sizes_are_refused(options, message):
@@ -317,6 +318,73 @@ def test_second_derivatives_include_sentences_that_reconstruction_skips():
     found, expected = (jax.jit(jax.grad(steepness(loss)))(params) for loss in (ours, plain_loss))
     assert_close(found, expected, 1e-5)
     assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(found)) > 1e-3
+
+
+# ---- two levels of outputs ----
+
+
+def two_levels(head=2, **options):
+    """A model, its parameters and sentences; words after the first `head` have a softmax of their own, buckets too."""
+    model = small(head=head, **options)
+    params, local = parameters(model)
+    return model, params, local, sentences([5, 2, 5, 4, 5, 3], seed=3)
+
+
+@pytest.mark.parametrize("head", [1, 2, 5, WORDS])
+def test_a_rare_word_has_its_share_of_the_share_of_all_rare_words(head):
+    """By hand: the first level has padding, the head, beginning and end, then a place for each group."""
+    model, params, local, batch = two_levels(head)
+    logits = model.predict(params, local, batch)
+    output, hidden = params["output"], np.asarray(logits.hidden)[0, 0]
+    levels = [output, *(output[name] for name in sorted(output) if name.startswith("group"))]
+    top, *groups = (np.asarray(jax.nn.softmax(hidden @ level["kernel"] + level["bias"])) for level in levels)
+    rare = [top[head + 3] * groups[0]] if head < WORDS else []
+    expected = np.concatenate(
+        [top[: head + 1], *rare, top[head + 1 : head + 3], top[3 + head + len(rare)] * groups[-1]]
+    )
+    found = np.exp(np.asarray(logits)[0, 0])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert found.sum() == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("part", [2, 64])
+def test_two_levels_have_the_losses_hits_and_gradients_of_their_probabilities(monkeypatch, part):
+    monkeypatch.setattr(softmax, "PART", part)
+    model, params, local, batch = two_levels()
+    target = batch["target"]
+    target[0] = np.asarray(model.predict(params, local, batch))[0].argmax(-1)  # so that there are hits
+    real = target > 0
+
+    def plain(params):
+        shares = jax.nn.log_softmax(model.predict(params, local, batch).values())
+        losses = -jnp.take_along_axis(shares, target[..., None], -1)[..., 0]
+        return jnp.sum(jnp.where(real, losses, 0)) / real.sum()
+
+    def ours(params):
+        return measure(model, model.predict(params, local, batch), batch, jnp.ones(len(target), bool))[0]
+
+    assert_close(jax.jit(jax.value_and_grad(ours))(params), jax.jit(jax.value_and_grad(plain))(params), 1e-5)
+    logits = model.predict(params, local, batch)
+    hits = np.asarray(logits).argmax(-1) == target
+    np.testing.assert_array_equal(logits.hits(target), np.where(real, hits, 0))
+    assert hits[real].any()
+
+
+def test_words_start_as_frequent_as_zipf_says():
+    output = small(head=2).init_global(jax.random.key(0))["output"]
+    np.testing.assert_allclose(output["bias"], -np.log([6, 1, 2, 6, 1, 1, 1]), atol=1e-6)  # the end is as frequent
+    np.testing.assert_allclose(output["group_0"]["bias"], -np.log([3, 4, 5, 6]), rtol=1e-6)
+
+
+def test_accuracy_over_two_levels_is_measured_only_in_evaluation():
+    model, params, local, batch = two_levels()
+    predictions, mask = model.predict(params, local, batch), jnp.ones(len(batch["word"]), bool)
+    in_use, in_training = (
+        finish(model, measure(model, predictions, batch, mask, training=training)[1]) for training in (False, True)
+    )
+    assert math.isnan(in_training["accuracy"])
+    assert not math.isnan(in_use["accuracy"])
+    assert in_training["loss"] == in_use["loss"]
 
 
 # ---- in the library ----

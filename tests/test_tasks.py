@@ -290,6 +290,7 @@ def test_accuracy_is_for_scales_of_stars(low, high, shown):
     assert ("accuracy" not in omitted) == shown
 
 
-@pytest.mark.parametrize(("train", "cohort"), [(20, 20), (400, 40), (1600, 50), (100_000, 100)])
+@pytest.mark.parametrize(("train", "cohort"), [(5, 5), (400, 8), (1200, 12), (100_000, 16)])
 def test_the_cohort_of_text_follows_from_the_number_of_clients(train, cohort):
     assert text_task.cohort_size(train) == cohort
+    assert text_task.cohort_size(train, private=True) == min(train, 100)

@@ -297,10 +297,11 @@ class TextConfig(Config):
         default_factory=lambda: Reconstruct(solver="closed-form", learning_rate=1.0, steps=100, epochs=1, batch_size=16)
     )
     update: Update = field(default_factory=lambda: Update(learning_rate=3.0, steps=8, batch_size=16, clip_norm=1.0))
-    server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.02, decay_rounds="all"))
+    server: Server = field(default_factory=lambda: Server(optimizer="fedyogi", learning_rate=0.04, decay_rounds="all"))
     aggregate: Aggregate = field(default_factory=lambda: Aggregate(weigh="tokens"))
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None))
-    rounds: Rounds = 250
+    rounds: Rounds = 1000
+    evaluate_every: Rounds = 250
 
     divides_clients: ClassVar[bool] = False
 

@@ -27,7 +27,8 @@ from fedrecon._src.recommend.word_evaluation import word_baselines
 EXAMPLES_FORMAT = "2"  # of what is written to the cache
 IN_MEMORY = 4_000_000  # sentences; of more, the examples are written to the cache and mapped from there
 MOST_VALID = 1_000  # clients that validate where the data itself only says who trains and who tests
-CLIENTS_PER_PLACE, LEAST_COHORT, MOST_COHORT = 32, 40, 100  # of the clients that take part in a round
+CLIENTS_PER_PLACE, LEAST_COHORT, MOST_COHORT = 100, 8, 16  # few clients in many rounds learn most in the same time
+PRIVATE_COHORT = 100  # at most, where noise hides each of them
 HELD_OUT = "heldout"  # the split of federated Stack Overflow whose users do not train
 
 # Which settings have a use when a corpus is prepared, by the option of `load_text`.
@@ -184,15 +185,24 @@ def _recall(description: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(tuple(words), buckets)
 
 
-def cohort_size(num_clients: int) -> int:
-    """Return how many of the training clients take part in a round by default: with fewer, training learns little."""
+def cohort_size(num_clients: int, *, private: bool = False) -> int:
+    """Return how many of the training clients take part in a round by default.
+
+    Args:
+      num_clients: how many there are.
+      private: whether noise hides each of them, which more of them outweigh.
+    """
+    if private:
+        return min(PRIVATE_COHORT, num_clients)
     return min(max(num_clients // CLIENTS_PER_PLACE, LEAST_COHORT), MOST_COHORT, num_clients)
 
 
 def _prepare(config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary) -> Ready:
     """Choose how many clients a round takes, if settings leave that open, and describe the data."""
     if config.sampling.clients_per_round is None:
-        sampling = dataclasses.replace(config.sampling, clients_per_round=cohort_size(len(users.train)))
+        sampling = dataclasses.replace(
+            config.sampling, clients_per_round=cohort_size(len(users.train), private=config.privacy.on)
+        )
         config = dataclasses.replace(config, sampling=sampling)
     left_out = listed_counts(corpus.skipped)
     data = (
