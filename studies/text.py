@@ -95,7 +95,8 @@ def job_name(kind: str, vocabulary: int) -> str:
 class Scale(NamedTuple):
     """The size of a study: how everything is trained, what is tuned for the first size, and which sizes there are.
 
-    Training without a split and joint training are run for `variants`, and personal next words for `personal` rounds.
+    Training without a split and joint training are run for `variants`, and personal next words for `personal` rounds;
+    they are measured when at most so many sentences of a person are `known`.
     """
 
     config: TextConfig
@@ -103,7 +104,8 @@ class Scale(NamedTuple):
     grids: Grids
     sizes: tuple[int, ...] = SIZES
     variants: tuple[int, ...] = SIZES
-    personal: int = 250
+    personal: int = TEXT_DEFAULT.rounds
+    known: tuple[int, ...] = KNOWN
 
 
 def make_jobs(scale: Scale) -> tuple[Job, ...]:
@@ -112,10 +114,11 @@ def make_jobs(scale: Scale) -> tuple[Job, ...]:
     for size in scale.sizes:
         jobs += _jobs_of_size(scale, size)
     for size in scale.sizes:
-        config = replace(TEXT_DEFAULT, data=scale.config.data, sampling=fr.Sampling(40))
+        data = replace(scale.config.data, max_sentences=2 * max(scale.known))  # half of them are known
+        config = replace(TEXT_DEFAULT, data=data, sampling=fr.Sampling(16))
         config = sized(replace(config, rounds=scale.personal, evaluate_every=scale.personal), size)
         name, title = job_name("personal", size), f"Personal next words, V = {size:,}"
-        jobs.append(Job(name, title, config, method="personal", few=KNOWN, finetune=scale.finetune))
+        jobs.append(Job(name, title, config, method="personal", few=scale.known, finetune=scale.finetune))
     small = scale.sizes[0]
     for buckets in BUCKETS:
         title = f"FedRecon, {buckets} buckets, V = {small:,}"
@@ -291,5 +294,5 @@ def make_figures(
     )
 
 
-STUDY = make_study(Scale(TWO_CORES, TWO_CORES_FINETUNE, TWO_CORES_GRIDS, variants=SIZES[:1]))
+STUDY = make_study(Scale(TWO_CORES, TWO_CORES_FINETUNE, TWO_CORES_GRIDS, variants=SIZES[:1], known=KNOWN[:3]))
 PAPER_STUDY = make_study(Scale(PAPER, PAPER_FINETUNE, PAPER_GRIDS))

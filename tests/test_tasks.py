@@ -241,7 +241,8 @@ def test_settings_of_the_model_reach_it():
     shapes = jax.eval_shape(model.init_global, key)
     assert shapes["word_embedding"].shape == (5, 4)
     assert shapes["lstm"]["recurrent"].shape == (5, 20)
-    assert shapes["output"]["kernel"].shape == (6, 8)
+    assert shapes["output"]["kernel"].shape == (6, 6)  # padding, both words, beginning, end, and one for all buckets
+    assert shapes["output"]["group_0"]["kernel"].shape == (6, 3)
     assert shapes["trigrams"].shape == (PAIR_ROWS, 6)
     assert jax.eval_shape(model.init_local, key)["count"].shape == (6,)
     paper = build_next_word(NextWord(local="oov_embedding", ngrams=False, embedding=4), Vocabulary(("the", "a"), 3))

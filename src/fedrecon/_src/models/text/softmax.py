@@ -78,7 +78,8 @@ class Outputs:
             share = top[..., len(self.ungrouped) + number, None]
             pieces += [top[..., at : at + first - begin], share + jax.nn.log_softmax(levels[1 + number])]
             at, begin = at + first - begin, after
-        return jnp.concatenate([*pieces, top[..., at : len(self.ungrouped)]], -1)
+        pieces.append(top[..., at : len(self.ungrouped)])
+        return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], -1)  # ONNX has no empty ones
 
 
 @functools.partial(
