@@ -34,10 +34,10 @@ def test_what_a_file_leaves_out_takes_its_default():
 
 def test_settings_of_text_have_the_defaults_of_text():
     default = TextConfig(data=TextData(source="x"))
-    assert (default.rounds, default.sampling.clients_per_round, default.split.train) == (250, None, "redrawn-.1")
+    assert (default.rounds, default.sampling.clients_per_round, default.split.train) == (1000, None, "redrawn-.1")
     assert (default.server.optimizer, default.server.learning_rate, default.update.learning_rate) == (
         "fedyogi",
-        0.02,
+        0.04,
         3.0,
     )
     found = config_from_json({"task": "text", "data": {"source": "x"}, "reconstruct": {"epochs": 2}}, "file")

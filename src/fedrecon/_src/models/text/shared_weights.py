@@ -47,11 +47,11 @@ def merging(axis: int | None, plain: Layer | None = None) -> Callable[[Layer], L
 
         @batched.def_vmap
         def map_over(clients: int, mapped: Any, batches: Any, weights: Any) -> Any:
-            private = axis is None or any(jax.tree.leaves(mapped[1]))
+            private = any(jax.tree.leaves(mapped[1]))
             if clients == 1:
                 alone = jax.tree.map(lambda x, is_mapped: x[0] if is_mapped else x, (batches, weights), tuple(mapped))
                 result = jax.tree.map(lambda x: x[None], batched(*alone))
-            elif private:
+            elif axis is None or private:
                 axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(mapped))
                 result = jax.vmap(simple, axes, axis_size=clients)(batches, weights)
             else:

@@ -283,7 +283,7 @@ def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, su
     shapes, tree = jax.tree.flatten(jax.eval_shape(at_once, tuple(sorted_rows), weights))
     results = lax.fori_loop(0, -(-real // PART), run_part, [jnp.zeros(x.shape, x.dtype) for x in shapes])
     back = jnp.zeros(count, order.dtype).at[order[:count]].set(jnp.arange(count, dtype=order.dtype))
-    return tree.unflatten([x if is_sum(number) else x[back] for number, x in enumerate(results)])
+    return jax.tree.unflatten(tree, [x if is_sum(number) else x[back] for number, x in enumerate(results)])
 
 
 _losses = merging(axis=0, plain=_losses_at_once)(functools.partial(_in_parts, _losses_at_once))
