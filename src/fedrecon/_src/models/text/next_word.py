@@ -67,9 +67,9 @@ def next_word(
         local are global.
       pair_rows: rows of a hashed table of trigrams: the row of the last two words, and one of the last word alone
         (bigrams), are added to the projection. They are trained like all other global parameters. 0 for neither.
-      head: how many of the most used words (the first ones) are compared directly. All others are compared only where
-        one of them comes next, and so are the buckets: both together have one place each beside the direct ones, so
-        that a step costs several times less. 0 for a single softmax over everything, as in the paper.
+      head: how many of the most used words (the first ones) are compared directly. The other words are a group with
+        one place among these, and so are the buckets; the members of a group are compared only where one of them comes
+        next, which makes a step several times cheaper. 0 for a single softmax over everything, as in the paper.
       loss_over: take the mean loss over `tokens` that are not padding, or over all `positions`, where padding adds 0.
 
     Returns:
