@@ -119,7 +119,7 @@ class Logits:
         """Return 1 where no output is more probable than the target, else 0, `(...)`; 0 for padding."""
         if not self.outputs.groups:
             return self._score(target)[1]
-        rows = lax.stop_gradient(self.hidden.reshape(-1, self.hidden.shape[-1])), target.reshape(-1)
+        rows = lax.stop_gradient(self.hidden.reshape(-1, self.hidden.shape[-1])), _places(target)
         return _compare_levels(self.outputs)(rows, lax.stop_gradient(self.weights)).reshape(target.shape)
 
     def _score(self, target: Array) -> tuple[Array, Array]:
@@ -140,12 +140,12 @@ class Logits:
         Args:
           target: `(...)`; 0 is padding.
         """
-        logits = self.values().reshape(-1, self.outputs.count)
-        return jnp.where(target.reshape(-1) != 0, 1.0, 0.0) @ jax.nn.softmax(logits)
+        rows = self.hidden.reshape(-1, self.hidden.shape[-1]), _places(target)
+        return _expect(self.outputs)(rows, self.weights)[1]
 
     def values(self) -> Array:
         """Return the logits, `(..., outputs)`."""
-        return self.outputs.log_shares([self.hidden @ kernel + bias for kernel, bias in self.weights])
+        return _log_shares(self.outputs, self.hidden, self.weights)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the logits for NumPy."""
@@ -296,10 +296,26 @@ def _compare_levels(outputs: Outputs) -> Callable[[Rows, list[Weights]], Array]:
     """Return a function that tells where no output is more probable than the target, over all levels."""
 
     def at_once(rows: Rows, weights: list[Weights]) -> Array:
-        shares = outputs.log_shares([rows[0] @ kernel + bias for kernel, bias in weights])
-        return _compare(shares, jnp.where(rows[1] > 0, rows[1], -1))[1]
+        return _compare(_log_shares(outputs, rows[0], weights), rows[1])[1]
 
-    def in_parts(rows: Rows, weights: list[Weights]) -> Array:
-        return _in_parts(at_once, (rows[0], jnp.where(rows[1] > 0, rows[1], -1)), weights)
+    return merging(axis=0, plain=at_once)(functools.partial(_in_parts, at_once))
 
-    return merging(axis=0, plain=at_once)(in_parts)
+
+@functools.lru_cache
+def _expect(outputs: Outputs) -> Callable[[Rows, list[Weights]], tuple[Array, Array]]:
+    """Return a function that tells which rows have a target, and how often each output is expected in these."""
+
+    def at_once(rows: Rows, weights: list[Weights]) -> tuple[Array, Array]:
+        real = (rows[1] >= 0).astype(rows[0].dtype)
+        return real, real @ jax.nn.softmax(_log_shares(outputs, rows[0], weights))
+
+    return merging(axis=None, plain=at_once)(functools.partial(_in_parts, at_once, sums=True))
+
+
+def _log_shares(outputs: Outputs, hidden: Array, weights: list[Weights]) -> Array:
+    return outputs.log_shares([hidden @ kernel + bias for kernel, bias in weights])
+
+
+def _places(target: Array) -> Array:
+    """Return targets in one dimension, -1 for padding."""
+    return jnp.where(target > 0, target, -1).reshape(-1)
