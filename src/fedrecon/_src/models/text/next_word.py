@@ -162,9 +162,10 @@ def _init_outputs(key: Array, projection: int, outputs: Outputs, end: int) -> Pa
     """Draw the output layer: a kernel and a bias, and as many for each group of outputs."""
     glorot = jax.nn.initializers.glorot_uniform()
     # The n-th most used word is about 1 / n as frequent as the first; a single softmax starts as in the paper.
-    rank = jnp.full(outputs.count, end - 2.0).at[1 : end - 1].set(jnp.arange(1.0, end - 1)).at[end].set(1)
-    frequency = -jnp.log(rank) if outputs.groups else jnp.zeros(outputs.count)
-    biases = outputs.divide(frequency, jnp.zeros(len(outputs.groups)))
+    last = float(end - 2)
+    ranks = [last], jnp.arange(1, last + 1), [last, 1.0], jnp.full(outputs.count - end - 1, last)
+    frequency = -jnp.log(jnp.concatenate([jnp.asarray(rank) for rank in ranks])) if outputs.groups else 0.0
+    biases = outputs.divide(frequency * jnp.ones(outputs.count), jnp.zeros(len(outputs.groups)))
     levels = [
         {"kernel": glorot(key, (projection, len(bias))), "bias": bias}
         for key, bias in zip(_keys(key, len(biases)), biases, strict=True)

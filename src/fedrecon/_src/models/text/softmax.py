@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,14 +42,9 @@ class Outputs:
     groups: tuple[tuple[int, int], ...] = ()
 
     @property
-    def ungrouped(self) -> list[int]:
-        """The outputs that no group has."""
-        return [k for k in range(self.count) if not any(first <= k < after for first, after in self.groups)]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many logits each level has: the first one, then those of the groups."""
-        return (len(self.ungrouped) + len(self.groups), *(after - first for first, after in self.groups))
+    def ungrouped(self) -> int:
+        """How many outputs no group has."""
+        return self.count - sum(after - first for first, after in self.groups)
 
     def levels_of(self, target: Array) -> list[Array]:
         """Return a target's place at the first level and in each group; -1 where it is in none, as 0 (padding) is."""
@@ -56,14 +52,15 @@ class Outputs:
         top, places = jnp.where(target > 0, target - before, -1), []
         for number, (first, after) in enumerate(self.groups):
             inside = (target >= first) & (target < after)
-            top = jnp.where(inside, len(self.ungrouped) + number, top)
+            top = jnp.where(inside, self.ungrouped + number, top)
             places.append(jnp.where(inside, target - first, -1))
         return [top, *places]
 
     def divide(self, per_output: Array, per_group: Array) -> list[Array]:
         """Divide values of `(outputs,)` and `(groups,)` among the levels."""
-        top = jnp.concatenate([per_output[np.array(self.ungrouped, int)], per_group])
-        return [top, *(per_output[first:after] for first, after in self.groups)]
+        ends = [0, *(end for group in self.groups for end in group), self.count]
+        pieces = [per_output[begin:end] for begin, end in itertools.pairwise(ends)]  # ungrouped ones and groups in turn
+        return [jnp.concatenate([*pieces[::2], per_group]), *pieces[1::2]]
 
     def log_shares(self, levels: list[Array]) -> Array:
         """Return the logarithm of each output's probability, `(..., outputs)`, from the logits of all levels.
@@ -75,10 +72,10 @@ class Outputs:
         top = jax.nn.log_softmax(levels[0])
         pieces, at, begin = [], 0, 0
         for number, (first, after) in enumerate(self.groups):
-            share = top[..., len(self.ungrouped) + number, None]
+            share = top[..., self.ungrouped + number, None]
             pieces += [top[..., at : at + first - begin], share + jax.nn.log_softmax(levels[1 + number])]
             at, begin = at + first - begin, after
-        pieces.append(top[..., at : len(self.ungrouped)])
+        pieces.append(top[..., at : self.ungrouped])
         return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], -1)  # ONNX has no empty ones
 
 
