@@ -165,7 +165,7 @@ def _init_outputs(key: Array, projection: int, outputs: Outputs, end: int) -> Pa
     last = float(end - 2)
     ranks = [last], jnp.arange(1, last + 1), [last, 1.0], jnp.full(outputs.count - end - 1, last)
     frequency = -jnp.log(jnp.concatenate([jnp.asarray(rank) for rank in ranks])) if outputs.groups else 0.0
-    biases = outputs.divide(frequency * jnp.ones(outputs.count), jnp.zeros(len(outputs.groups)))
+    biases = outputs.divide(frequency * jnp.ones(outputs.count), [jnp.zeros(1)] * len(outputs.groups))
     levels = [
         {"kernel": glorot(key, (projection, len(bias))), "bias": bias}
         for key, bias in zip(_keys(key, len(biases)), biases, strict=True)
@@ -191,12 +191,15 @@ def _biases(local: Params, outputs: Outputs, end: int) -> list[Array]:
 
     All buckets share one bias, which their group has too; within it, they then have none that matters.
     """
-    count, expected = (jnp.maximum(local[name], 0) for name in ("count", "expected"))
-    in_group = [slice(first, after) if after <= end + 1 else slice(end + 1, None) for first, after in outputs.groups]
-    used = jnp.append(count, jnp.array([jnp.sum(count[part]) for part in in_group]))
-    awaited = jnp.append(expected, jnp.array([jnp.sum(expected[part]) for part in in_group]))
-    bias = jnp.log((used + PRIOR) / (awaited + PRIOR))
-    per_word, per_group = bias[: end + 2], bias[end + 2 :]
+
+    def bias_of(count: Array, expected: Array) -> Array:
+        return jnp.log((jnp.maximum(count, 0) + PRIOR) / (jnp.maximum(expected, 0) + PRIOR))
+
+    per_word = bias_of(local["count"], local["expected"])
+    members = [slice(first, after) if after <= end + 1 else slice(end + 1, None) for first, after in outputs.groups]
+    per_group = [
+        bias_of(*(jnp.sum(local[name][part], keepdims=True) for name in ("count", "expected"))) for part in members
+    ]
     of_buckets = jnp.broadcast_to(per_word[-1], (outputs.count - end - 1,))
     return outputs.divide(jnp.concatenate([per_word[:-1], of_buckets]), per_group)
 

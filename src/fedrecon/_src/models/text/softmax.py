@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,11 +56,12 @@ class Outputs:
             places.append(jnp.where(inside, target - first, -1))
         return [top, *places]
 
-    def divide(self, per_output: Array, per_group: Array) -> list[Array]:
-        """Divide values of `(outputs,)` and `(groups,)` among the levels."""
+    def divide(self, per_output: Array, per_group: Sequence[Array]) -> list[Array]:
+        """Divide values of `(outputs,)`, and one of `(1,)` for each group, among the levels."""
         ends = [0, *(end for group in self.groups for end in group), self.count]
         pieces = [per_output[begin:end] for begin, end in itertools.pairwise(ends)]  # ungrouped ones and groups in turn
-        return [jnp.concatenate([*pieces[::2], per_group]), *pieces[1::2]]
+        top = [piece for piece in pieces[::2] if len(piece)]  # ONNX has no empty ones
+        return [jnp.concatenate([*top, *per_group]), *pieces[1::2]]
 
     def log_shares(self, levels: list[Array]) -> Array:
         """Return the logarithm of each output's probability, `(..., outputs)`, from the logits of all levels.
@@ -76,7 +77,7 @@ class Outputs:
             pieces += [top[..., at : at + first - begin], share + jax.nn.log_softmax(levels[1 + number])]
             at, begin = at + first - begin, after
         pieces.append(top[..., at : self.ungrouped])
-        return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], -1)  # ONNX has no empty ones
+        return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], -1)
 
 
 @functools.partial(
