@@ -117,10 +117,10 @@ WORDS = [
 ]
 
 
-def text_algorithm(most_steps=6, local="oov_embedding"):
+def text_algorithm(most_steps=6, local="oov_embedding", head=0):
     sizes = {"embedding": 6, "hidden": 8, "projection": 7}
     if local == "output_bias":
-        model = fr.models.next_word(len(WORDS), 5, local=local, pair_rows=PAIR_ROWS, **sizes)
+        model = fr.models.next_word(len(WORDS), 5, local=local, pair_rows=PAIR_ROWS, head=head, **sizes)
         return algorithm_of(model, fr.closed_form(batch_size=4)), {"solver": "closed-form", "batch_size": 4}
     model = fr.models.next_word(len(WORDS), 5, **sizes)
     solver = fr.gradient_descent(optax.sgd(1.0), batch_size=4, steps=most_steps)

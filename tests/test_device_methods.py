@@ -143,6 +143,7 @@ KINDS = {
     "second order through SGD": (lambda: recon(factorization(), descend(steps=3), second_order=True), ratings),
     "text, embeddings of buckets": (lambda: text_algorithm()[0], sentences),
     "text, output bias": (lambda: text_algorithm(local="output_bias")[0], sentences),
+    "text, two levels": (lambda: text_algorithm(local="output_bias", head=4)[0], sentences),
     "Flax": (lambda: recon(flax_net()), classes),
     "Keras": (lambda: recon(keras_net()), classes),
     "Equinox": (lambda: recon(equinox_net()), classes),

@@ -90,9 +90,12 @@ def _update_difference(
 
 
 def _vector_difference(vector: np.ndarray, promised: Mapping[str, Any], where: str) -> float:
-    """Compare what a device sends; integers may differ by a step, which counts as no difference."""
+    """Compare what a device sends; integers may differ by a step, which counts as no difference.
+
+    Other numbers are compared relative to the largest: all are changes of one update, weighted alike.
+    """
     if vector.dtype == np.float32:
-        return _difference(vector, promised, where)
+        return _difference(vector, promised, where, least=float(np.max(np.abs(promised["values"]), initial=1.0)))
     places = np.asarray(promised.get("at", range(vector.size)), np.int64)
     steps = vector.view(np.int32)[places].astype(np.int64) - np.asarray(promised["values"], np.int64)
     if [vector.size] != promised["shape"] or np.max(np.abs(steps), initial=0) > STEPS:
@@ -124,14 +127,15 @@ def _column(bundle: Bundle, name: str, values: Any) -> np.ndarray:
     return np.asarray(values, about["dtype"]).reshape(-1, *about["shape"])
 
 
-def _difference(actual: np.ndarray, promised: Mapping[str, Any], what: str) -> float:
+def _difference(actual: np.ndarray, promised: Mapping[str, Any], what: str, *, least: float = 1.0) -> float:
+    """Return the largest difference, relative to numbers above `least`."""
     if list(actual.shape) != promised["shape"]:
         raise BundleError(f"{what} has shape {list(actual.shape)}; expected {promised['shape']}")
     values = actual.reshape(-1)
     if "at" in promised:
         values = values[np.asarray(promised["at"], np.int64)]
     expected = np.asarray(promised["values"], np.float64)
-    difference = float(np.max(np.abs(values - expected) / np.maximum(1.0, np.abs(expected)), initial=0.0))
+    difference = float(np.max(np.abs(values - expected) / np.maximum(least, np.abs(expected)), initial=0.0))
     if not difference <= TOLERANCE:
         raise BundleError(f"{what} differs from what JAX gave by {difference:.1e}; at most {TOLERANCE:.0e} is allowed")
     return difference
