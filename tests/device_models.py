@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import fedrecon as fr
-from fedrecon._src.data.vocabulary import PAIR_ROWS
+from fedrecon._src.data.sentences import PAIR_ROWS
 from fedrecon._src.device.export import made_up_ratings
 from fedrecon._src.recommend.config import DEFAULT, Scale
 from fedrecon._src.recommend.saved_models import SavedModel

@@ -18,8 +18,7 @@ from fedrecon._src.core.cohort import Needs, Packer, lengths_for
 from fedrecon._src.core.keys import as_number, client_keys, round_key
 from fedrecon._src.core.keys import words_of as key_words
 from fedrecon._src.core.pytrees import flatten
-from fedrecon._src.data.sentences import prompt_columns
-from fedrecon._src.data.vocabulary import word_hash
+from fedrecon._src.data.sentences import prompt_columns, word_hash
 from fedrecon._src.device.export import export_form, of_weighed, packed, tables_file, unpacked
 from fedrecon._src.device.update_graph import describe_rows, describe_split
 from fedrecon._src.privacy.secure_sum.primitives import public_of

@@ -14,7 +14,7 @@ from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.cold_start import blend_popularity
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
-from fedrecon._src.recommend.evaluation_table import compare_with_baselines, measure_baselines
+from fedrecon._src.recommend.evaluation_table import compare_with_baselines
 from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.tasks import CLICKS
 from fedrecon._src.recommend.tasks.clicks import largest_dim, upload_bytes
@@ -290,7 +290,7 @@ def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, mon
     monkeypatch.setattr("fedrecon._src.recommend.tasks.clicks.MOST_ITEMS", 3)
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
     users = CLICKS.divide(config, clicks, silent)
-    found = measure_baselines(config, users, "test", CLICKS.legend(config, clicks))
+    found = CLICKS.baselines(config, CLICKS.legend(config, clicks), users.train, users.test)
     assert list(found) == ["popularity", "EASE (needs 0 GB, 0 min)"]
     assert not found["EASE (needs 0 GB, 0 min)"], "what it would cost stands beside the model"
 

@@ -191,7 +191,7 @@ def test_a_model_alone_knows_the_baselines_of_the_run(trained):
     counts, run = trained
     model = open_model(run)
     test = fr.data.load(counts).shuffle(0).cap(300).split_clients(0.8, 0.1, 0.1, seed=0)[2]
-    alone = model.task.saved_baselines(model.config, model.legend, model.task.view(model.config, test))
+    alone = model.task.baselines(model.config, model.legend, None, model.task.view(model.config, test))
     whole = json.loads((run / "run.json").read_text())["test"]["baselines"]
     for name in ("global mean", "item + user bias"):
         assert alone[name]["rmse"] == pytest.approx(whole[name]["rmse"], rel=1e-4)

@@ -26,7 +26,7 @@ from deployed import free_port
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.factories import recipe_of
-from fedrecon._src.deploy import device_rounds, tokens
+from fedrecon._src.deploy import device_rounds, devices, tokens
 from fedrecon._src.deploy.device_rounds import DevicePace, serve_devices
 from fedrecon._src.deploy.devices import DeviceApi, OpenRound, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
@@ -162,10 +162,11 @@ def test_a_token_by_hand():
         (issue_token(SECRET, "phone").replace("phone", "other"), "bad-token"),
         (issue_token(SECRET, "phone", 1e-6), "expired-token"),
     ],
+    ids=["none", "garbage", "other secret", "other name", "expired"],  # tokens have the time in them
 )
 def test_tokens_that_admit_nobody(token, problem, opened):
     time.sleep(1.1 if problem == "expired-token" else 0)
-    with pytest.raises(tokens.TokenError) as caught:
+    with pytest.raises(tokens.AdmissionError) as caught:
         tokens.device_of(SECRET, token)
     assert caught.value.problem == problem
     http = opened[0]
@@ -284,6 +285,25 @@ def test_a_device_reports_so_often_a_day(tmp_path):
             ticket = response.json()["ticket"] if number < 2 else api._ticket(2, "device-0")
             response = http.call("PUT", f"/v1/rounds/{number}/reports/{ticket}", data=data, token=token)
             assert response.status_code == (201 if number < 2 else 429)
+
+
+def test_reports_of_a_day_are_counted_across_restarts(tmp_path, monkeypatch):
+    plan = write_plan(tmp_path / "bundle", ALGORITHM, limits={"reports_per_day": 2, "min_examples": 1})
+    midnight, data, statuses = time.time() // 86_400 * 86_400, bytes(plan.report_bytes), []
+    now = midnight
+    monkeypatch.setattr(devices.time, "time", lambda: now)
+    token = issue_token(SECRET, "device-0", 7 * 86_400)
+    for number, moment in enumerate((0, 1, 86_399, 86_400)):  # seconds after midnight
+        now = midnight + moment
+        api = DeviceApi(plan, SECRET)  # the coordinator is started again
+        api.run, api.folder = "a run", tmp_path
+        with contextlib.closing(api), contextlib.closing(Spool(tmp_path / f"spool-{number}", len(data))) as spool:
+            api.open_round(OpenRound(number, bytes(16), b"broadcast", spool, 3, time.monotonic() + 60))
+            path = f"/v1/rounds/{number}/reports/{api._ticket(number, 'device-0')}"
+            statuses.append(Devices(api).call("PUT", path, data=data, token=token).status_code)
+    assert statuses == [201, 201, 429, 201]
+    (file,) = tmp_path.glob("*.counted")  # of one day only
+    assert file.stat().st_size == 16
 
 
 def test_numbers_that_are_not_finite_are_refused_in_open_reports(tmp_path):

@@ -310,7 +310,7 @@ def test_a_hundred_nodes_complete_a_round_without_leaks(monkeypatch):
                 dict.fromkeys(board.nodes(), request), lambda asked, data: data == asked.body, count, LONGEST
             )
             assert (list(replies.good.values()), replies.failed, replies.late) == ([True] * count, {}, [])
-            assert not board._messages
+            assert not any(entry.data for entry in board._entries.values())
         stop.set()
     for thread in threads:
         thread.join(LONGEST)

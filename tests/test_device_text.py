@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
-from fedrecon._src.data import vocabulary as training_words
+from fedrecon._src.data import sentences as training_words
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon.data import Vocabulary, personal_text
 from fedrecon_device import words as device_words

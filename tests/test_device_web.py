@@ -317,13 +317,13 @@ def test_a_saved_model_knows_how_often_items_were_rated_and_the_scale(tmp_path):
 
 def test_counts_are_of_the_people_who_train_alone():
     from fedrecon._src.recommend.config import Data, RatingsConfig
-    from fedrecon._src.recommend.tasks.ratings import divide_users, load_ratings
+    from fedrecon._src.recommend.tasks.ratings import load_ratings
 
     config = RatingsConfig(data=Data(source="synthetic"))
     ratings = load_ratings(config.data)
     legend = RATINGS.legend(config, ratings)
     expected = np.zeros(ratings.num_items, np.int64)
-    for columns in divide_users(ratings, config.data).train:
+    for columns in RATINGS.divide(config, ratings, None).train:
         np.add.at(expected, columns["item"], 1)
     assert legend.counts.tolist() == expected.tolist()
     assert legend.counts.sum() < ratings.num_examples

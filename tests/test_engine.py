@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon._src.core.cohort import ABSENT
+from fedrecon._src.recommend.config import RatingsConfig, TextConfig
 from fedrecon._src.simulation import multihost
 from fedrecon._src.simulation import sampling as sampling_module
 from fedrecon._src.simulation.engine import MOST_IN_BLOCK, MOST_SHARING, compile_each, compile_rounds, put_on_devices
@@ -246,6 +247,14 @@ def test_each_client_gets_its_own_result(block, devices):
     function = compile_each(lambda shared, part: part["x"] * shared + part["y"], fr.layout(block, devices))
     x, y = np.arange(24.0).reshape(12, 2), np.ones((12, 2))
     np.testing.assert_allclose(function(jnp.float32(3), {"x": x, "y": y}), 3 * x + 1)
+
+
+def test_loops_stay_as_they_are_where_products_are_large(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    fr.start_jax_devices(1, small_loops=TextConfig.small_loops)
+    assert os.environ["XLA_FLAGS"] == ""
+    fr.start_jax_devices(1, small_loops=RatingsConfig.small_loops)
+    assert "small_while_loop" in os.environ["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize("given", ["", "--xla_foo=1", "--xla_backend_extra_options=own=1"])

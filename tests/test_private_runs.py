@@ -15,7 +15,6 @@ from fedrecon._src.core.display import silent
 from fedrecon._src.privacy.accounting import Release, epsilon_of
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.config import DEFAULT, config_from_json
-from fedrecon._src.recommend.evaluation_table import measure_baselines
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS
 from fedrecon._src.simulation.training import RecordCallback
 from toy_models import descend, linear, one_by_one, xy
@@ -223,7 +222,7 @@ def test_a_rating_cannot_be_guessed_from_the_run_json_of_a_private_run(tmp_path)
 
 def test_baselines_beside_a_private_run_know_what_it_released_and_no_more(tmp_path):
     found = run_experiment(recipe(), fr.RunFolder(tmp_path / "run"))
-    exact = measure_baselines(found.model.config, found.users, "test", found.model.legend)
+    exact = RATINGS.baselines(found.model.config, found.model.legend, found.users.train, found.users.test)
     assert set(found.baselines) == {"global mean", "item + user bias"}
     for name, metrics in found.baselines.items():
         assert metrics["rmse"] != exact[name]["rmse"]

@@ -47,8 +47,9 @@ def outcome(lines, monkeypatch, delimiter, chunk, arrow):
             rows = read_rows(table, COLUMNS, RowErrors("skip"))
         except DataError as problem:
             return str(problem)
-    ids = [(str(column.values.dtype), column.values[column.codes].tolist()) for column in (rows.user, rows.item)]
-    return ids, rows.rating.tolist(), None if rows.time is None else rows.time.tolist(), rows.bad_rows
+    ids = {"user": rows.users, "item": rows.items}
+    columns = {name: ids[name][values] if name in ids else values for name, values in rows.columns.items()}
+    return {name: (str(values.dtype), values.tolist()) for name, values in columns.items()}, rows.bad_rows
 
 
 def listed(fields):

@@ -231,14 +231,14 @@ def test_nodes_run_one_program_whatever_their_clients(monkeypatch):
     algorithm, clients = recon(), CLIENTS
     message = algorithm.message(algorithm.init(jax.random.key(0)))
     fr.kit.client_update(algorithm, message, clients[0], fr.kit.round_key(0, 0), lengths=fr.kit.Lengths(8, 8))
-    from fedrecon._src.algorithms.rounds import _compiled_client
+    from fedrecon._src.algorithms.rounds import _compiled, _run_clients
 
-    before = _compiled_client(algorithm)._cache_size()
+    before = _compiled(_run_clients, algorithm)._cache_size()
     for i in range(1, len(clients)):
         fr.kit.client_update(
             algorithm, message, clients[i], fr.kit.round_key(0, i), client=i, lengths=fr.kit.Lengths(8, 8)
         )
-    assert _compiled_client(algorithm)._cache_size() == before == 1
+    assert _compiled(_run_clients, algorithm)._cache_size() == before == 1
 
 
 def test_making_an_algorithm_computes_nothing():

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedrecon._src.storage.atomic import StorageError
-from fedrecon._src.storage.run_folder import RunFolder, StorageWarning, find_part, list_stashes, read_description
+from fedrecon._src.storage.run_folder import RunFolder, StorageWarning, find_part, list_stashes
 from toy_models import assert_same_bits
 
 
@@ -121,11 +121,11 @@ def test_whoever_reads_during_a_replacement_reads_one_run(folder):
     with folder.lock():
         folder.replace()
         assert find_part(folder.path, "model").is_dir()
-        assert read_description(folder.path)["seed"] == 1
+        assert folder.description()["seed"] == 1
         folder.describe({"seed": 2})
-        assert read_description(folder.path)["seed"] == 1
+        assert folder.description()["seed"] == 1
         folder.checkpoint(1, state(2))
-        assert read_description(folder.path)["seed"] == 2
+        assert folder.description()["seed"] == 2
         assert not find_part(folder.path, "model").exists()
 
 

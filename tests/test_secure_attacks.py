@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,13 +109,13 @@ def test_invented_clients_unmask_a_surrounded_client_unless_keys_are_signed():
     server, requests = ss.collect(server, ((me, message) for me, (_, message) in masked.items()))
     found = ss.total(server, [(me, ss.unmask(masked[me][0], requests[me])[1]) for me in range(4)])
     assert found.total.tolist() == [7, 8, 9]
-    known = {0: primitives.ed25519.Ed25519PrivateKey.generate().public_key()}
+    known = {0: Ed25519PrivateKey.generate().public_key()}
     with pytest.raises(ss.MessageError, match=r"has not signed|no verify key"):
         ss.share(states[0][0], rosters[0], verify_keys=known)
 
 
 def test_a_signature_does_not_fit_other_terms_or_another_client():
-    signing = [primitives.ed25519.Ed25519PrivateKey.generate() for _ in range(3)]
+    signing = [Ed25519PrivateKey.generate() for _ in range(3)]
     known = {k: key.public_key() for k, key in enumerate(signing)}
     first = Host(clients=3, seed=1, signing_key=signing)
     other = Host(clients=3, seed=2, signing_key=signing).introduce()

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,8 +110,6 @@ def test_any_dropouts_give_the_exact_sum_of_those_who_answered_or_nothing(cohort
         result = rehearse(vectors, terms, dropouts=gone)
         assert result.clients == tuple(answered)
         assert result.total.tolist() == exact(vectors, answered).tolist()
-        assert result.missing["mask"] == tuple(gone.mask)
-        assert result.missing["unmask"] == tuple(gone.unmask)
 
 
 @settings(max_examples=15, deadline=None)
@@ -137,7 +135,6 @@ def test_one_dropout_at_each_message_of_a_ring_is_no_trouble():
     result = rehearse(vectors, terms, dropouts=Dropouts([0], [1], [2], [3]))
     assert result.clients == tuple(range(3, 30))
     assert result.total.tolist() == exact(vectors, range(3, 30)).tolist()
-    assert result.missing == {"share": (1,), "mask": (2,), "unmask": (3,)}
 
 
 def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on():
@@ -149,8 +146,7 @@ def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on()
     gone = [member for member in server.circles[lonely] if member != lonely][:5]  # which leaves 4 of 9, and needs 5
     shared = {me: ss.share(states[me][0], rosters[me]) for me in range(40) if me not in gone}
     server, deliveries = ss.deliver(server, ((me, message) for me, (_, message) in shared.items()))
-    assert lonely in server.missing["share"]
-    assert set(gone) < set(server.missing["share"])
+    assert not {lonely, *gone} & server.shared
     masked = {me: ss.mask(shared[me][0], delivery, vectors[me]) for me, delivery in deliveries.items()}
     server, requests = ss.collect(server, ((me, message) for me, (_, message) in masked.items()))
     reveals = [(me, ss.unmask(masked[me][0], request)[1]) for me, request in requests.items()]
@@ -159,12 +155,11 @@ def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on()
     assert result.total.tolist() == exact(vectors, result.clients).tolist()
 
 
-def test_the_sum_does_not_depend_on_the_entropy_which_says_what_it_is():
+def test_the_sum_does_not_depend_on_the_entropy():
     vectors = draw(4)
     terms = ss.plan(4, 5)
     system, seeded = (rehearse(vectors, terms, entropy=entropy) for entropy in (ss.SYSTEM, ss.seeded(1)))
     assert system.total.tolist() == seeded.total.tolist()
-    assert (system.entropy, seeded.entropy) == ("system", "seed 1")
 
 
 def test_masked_inputs_look_like_noise_and_only_their_sum_cancels():
@@ -524,10 +519,8 @@ def test_one_that_speaks_twice_or_for_another_is_left_out():
 # ---- signatures ----
 
 
-@pytest.mark.parametrize(
-    "make", [ed25519.Ed25519PrivateKey.generate, lambda: ec.generate_private_key(ec.SECP384R1())], ids=["ed25519", "ec"]
-)
-def test_signed_keys_are_verified_and_invented_clients_refused(make):
+def test_signed_keys_are_verified_and_invented_clients_refused():
+    make = ed25519.Ed25519PrivateKey.generate
     signing = [make() for _ in range(4)]
     known = {k: key.public_key() for k, key in enumerate(signing)}
     host = Host(clients=4, signing_key=signing).introduce(verify_keys=known).share(verify_keys=known)
@@ -538,7 +531,7 @@ def test_signed_keys_are_verified_and_invented_clients_refused(make):
     with pytest.raises(ss.MessageError, match="client 3 has not signed its keys, or not with the key"):
         ss.share(host.state[0], host.rosters[0], verify_keys=known)
     with pytest.raises(ss.MessageError, match="client 3 has no verify key here"):
-        ss.share(host.state[0], host.rosters[0], verify_keys=lambda client: known[client] if client < 3 else None)
+        ss.share(host.state[0], host.rosters[0], verify_keys={k: known[k] for k in range(3)})
     server, rosters = ss.introduce(host.terms, host.hellos.items(), verify_keys=known)
     assert set(rosters) == {0, 1, 2}
     assert "has not signed" in server.refused[3]

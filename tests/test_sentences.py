@@ -3,8 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from fedrecon._src.data.sentences import next_word_columns
-from fedrecon._src.data.vocabulary import FORMAT, word_hash
+from fedrecon._src.data.sentences import FORMAT, next_word_columns, word_hash
 from fedrecon._src.storage.atomic import StorageError
 from fedrecon._src.storage.manifest import write_manifest
 from fedrecon.data import Sentences, Vocabulary, input_ids, personal_text, prompt_columns

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon._src.data.corpus_writer import CorpusSettings, Post, prepare_corpus
-from fedrecon._src.data.vocabulary import word_hash
+from fedrecon._src.data.sentences import word_hash
 from fedrecon.data import Corpus, DataError, Sentences, input_ids, load_text, prepare_text, split_text, synthetic_text
 
 POSTS = [

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedrecon._src.data.vocabulary import word_hash
+from fedrecon._src.data.sentences import word_hash
 from fedrecon.data import split_text
 
 

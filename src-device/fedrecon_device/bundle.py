@@ -106,25 +106,13 @@ class Bundle:
         Returns:
           The local parameters by path.
         """
-        padded, count = self._padded(columns)
-        inputs = {f"example/{name}": column for name, column in padded.items()}
+        columns = newest(self.columns, columns, self.most)
+        count = len(next(iter(columns.values())))
+        inputs = {f"example/{name}": padded(column, self.most) for name, column in columns.items()}
         inputs |= {f"global/{path}": table for path, table in self.tables.items()}
         inputs |= {f"start/{path}": leaf for path, leaf in (start or self.start).items()}
         outputs = self.graph("reconstruct").run({**inputs, "count": np.int32(count)})
         return {name.removeprefix("local/"): value for name, value in outputs.items()}
-
-    def _padded(self, columns: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
-        """Pad examples to the length that the graph takes; of more, use the newest."""
-        lengths = {name: len(columns[name]) for name in self.columns if name in columns}
-        if set(lengths) != set(self.columns) or len(set(lengths.values())) > 1:
-            raise BundleError(f"examples need {list(self.columns)} of the same length; got {lengths}")
-        count = min(self.most, next(iter(lengths.values())))
-        padded = {}
-        for name, about in self.columns.items():
-            column = np.zeros((self.most, *about["shape"]), about["dtype"])
-            column[:count] = np.asarray(columns[name])[len(columns[name]) - count :]
-            padded[name] = column
-        return padded, count
 
     def predict(self, local: Mapping[str, np.ndarray], columns: Mapping[str, Any]) -> np.ndarray:
         """Predict for some examples, with local parameters.
@@ -137,6 +125,32 @@ class Bundle:
         inputs |= {f"global/{path}": table for path, table in self.tables.items()}
         inputs |= {f"local/{path}": leaf for path, leaf in local.items()}
         return self.graph("predict").run(inputs)["prediction"]
+
+
+def newest(about: Mapping[str, Any], columns: Mapping[str, Any], most: int) -> dict[str, np.ndarray]:
+    """Return the newest examples in the types that graphs take.
+
+    Raises:
+      BundleError: a column is missing, or columns have different lengths or shapes.
+    """
+    lengths = {name: len(columns[name]) for name in about if name in columns}
+    if set(lengths) != set(about) or len(set(lengths.values())) > 1:
+        raise BundleError(f"examples need {list(about)} of the same length; got {lengths}")
+    result = {}
+    for name, column in about.items():
+        try:
+            values = np.asarray(columns[name])[max(0, lengths[name] - most) :].astype(column["dtype"])
+        except (ValueError, TypeError, OverflowError) as problem:
+            raise BundleError(f"column {name!r} must be {column['dtype']}: {problem}") from None
+        if len(values) and list(values.shape[1:]) != column["shape"]:
+            raise BundleError(f"examples of {name!r} have shape {list(values.shape[1:])}; expected {column['shape']}")
+        result[name] = values.reshape(len(values), *column["shape"])
+    return result
+
+
+def padded(values: np.ndarray, length: int) -> np.ndarray:
+    """Add zeros to a column of examples, up to a length."""
+    return np.concatenate([values, np.zeros((length - len(values), *values.shape[1:]), values.dtype)])
 
 
 class Items:

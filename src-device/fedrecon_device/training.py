@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedrecon_device.bundle import Bundle
+from fedrecon_device.bundle import Bundle, newest, padded
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import digest_of, read_checked
 from fedrecon_device.keys import Key, client_key, redrawn_order
@@ -149,35 +149,10 @@ def pack_examples(plan: Mapping[str, Any], columns: Mapping[str, Any], round_key
         source = order[split["begins"][side][size] + pattern]
         sides[side] = {feature: column[source] for feature, column in columns.items()}
         inputs[f"{side}_count"] = np.int32(count)
-        inputs |= {f"{side}/{feature}": _padded(column, about[side]) for feature, column in sides[side].items()}
+        inputs |= {f"{side}/{feature}": padded(column, about[side]) for feature, column in sides[side].items()}
     for group, table in plan["rows"].items():
         inputs |= _list_rows(group, table, sides, {side: about[side] for side in SIDES})
     return inputs
-
-
-def newest(about: Mapping[str, Any], columns: Mapping[str, Any], most: int) -> dict[str, np.ndarray]:
-    """Return the newest examples in the types that graphs take.
-
-    Raises:
-      BundleError: a column is missing, or columns have different lengths or shapes.
-    """
-    lengths = {name: len(columns[name]) for name in about if name in columns}
-    if set(lengths) != set(about) or len(set(lengths.values())) > 1:
-        raise BundleError(f"examples need {list(about)} of the same length; got {lengths}")
-    result = {}
-    for name, column in about.items():
-        try:
-            values = np.asarray(columns[name])[max(0, lengths[name] - most) :].astype(column["dtype"])
-        except (ValueError, TypeError, OverflowError) as problem:
-            raise BundleError(f"column {name!r} must be {column['dtype']}: {problem}") from None
-        if len(values) and list(values.shape[1:]) != column["shape"]:
-            raise BundleError(f"examples of {name!r} have shape {list(values.shape[1:])}; expected {column['shape']}")
-        result[name] = values.reshape(len(values), *column["shape"])
-    return result
-
-
-def _padded(values: np.ndarray, length: int) -> np.ndarray:
-    return np.concatenate([values, np.zeros((length - len(values), *values.shape[1:]), values.dtype)])
 
 
 def _list_rows(
@@ -188,11 +163,11 @@ def _list_rows(
     inputs: dict[str, Any] = {}
     for side, prefix in (("query", "slots"), ("support", "support_slots"))[: 2 if table["support"] else 1]:
         slots = _slots(group, table, sides[side], places)
-        inputs |= {f"{prefix}/{feature}": _padded(values, lengths[side]) for feature, values in slots.items()}
+        inputs |= {f"{prefix}/{feature}": padded(values, lengths[side]) for feature, values in slots.items()}
     rows = np.array(list(places), np.int32)
     if len(rows) > table["capacity"]:
         raise BundleError(f"{PLAN}: {group} has room for {table['capacity']} rows; these examples have {len(rows)}")
-    return {f"rows/{group}": _padded(rows, table["capacity"]), f"num_rows/{group}": np.int32(len(rows)), **inputs}
+    return {f"rows/{group}": padded(rows, table["capacity"]), f"num_rows/{group}": np.int32(len(rows)), **inputs}
 
 
 def _slots(group: str, table: Mapping[str, Any], columns: Columns, places: dict[int, int]) -> dict[str, np.ndarray]:

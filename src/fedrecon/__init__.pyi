@@ -35,8 +35,8 @@ from ._src.algorithms.algorithm import Algorithm as Algorithm
 from ._src.algorithms.federated_averaging import federated_averaging as federated_averaging
 from ._src.algorithms.federated_ials import federated_ials as federated_ials
 from ._src.algorithms.federated_reconstruction import federated_reconstruction as federated_reconstruction
+from ._src.algorithms.federated_reconstruction import local_training as local_training
 from ._src.algorithms.finetuning import with_finetuning as with_finetuning
-from ._src.algorithms.local_training import local_training as local_training
 from ._src.algorithms.saving import load_algorithm as load_algorithm
 from ._src.algorithms.saving import save_algorithm as save_algorithm
 from ._src.app.logs import log_to as log_to

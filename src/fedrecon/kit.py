@@ -13,7 +13,6 @@ from fedrecon._src.algorithms.algorithm import copy_params as copy_params
 from fedrecon._src.algorithms.algorithm import init_server as init_server
 from fedrecon._src.algorithms.algorithm import keep_finite as keep_finite
 from fedrecon._src.algorithms.algorithm import personal_model as personal_model
-from fedrecon._src.algorithms.algorithm import shapes_of as shapes_of
 from fedrecon._src.algorithms.algorithm import stateless_client as stateless_client
 from fedrecon._src.algorithms.algorithm import step_keys as step_keys
 from fedrecon._src.algorithms.algorithm import step_server as step_server
@@ -57,6 +56,7 @@ from fedrecon._src.core.model import Batch as Batch
 from fedrecon._src.core.model import ClientMetrics as ClientMetrics
 from fedrecon._src.core.model import Model as Model
 from fedrecon._src.core.model import ModelState as ModelState
+from fedrecon._src.core.model import shapes_of as shapes_of
 from fedrecon._src.core.pytrees import Params as Params
 from fedrecon._src.core.pytrees import flatten as flatten
 from fedrecon._src.core.pytrees import unflatten as unflatten

@@ -16,7 +16,7 @@ from jax import Array
 from fedrecon._src.client.update import Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.keys import client_keys
-from fedrecon._src.core.model import Batch, Model
+from fedrecon._src.core.model import Batch, Model, shapes_of
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, broadcast_clients, summand_of
 from fedrecon._src.server.aggregator import Aggregator, Report
@@ -262,21 +262,6 @@ def finish_round(algorithm: Algorithm, state: ServerState, total: Total, key: Ar
     new = algorithm.method.server(state.method, mean.parts, report)
     method = jax.tree.map(lambda a, b: jnp.where(skipped, b, a), new, state.method)
     return ServerState(method, aggregator), report
-
-
-def shapes_of(init: Callable[[Array], Params]) -> Any:
-    """Return the shapes of parameters without computing them or starting JAX's devices.
-
-    Args:
-      init: `key -> parameters`, such as a model's `init_global`.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> from fedrecon import kit
-      >>> kit.shapes_of(fr.models.matrix_factorization(10, 2).init_global)["item_embedding"].shape
-      (10, 2)
-    """
-    return jax.eval_shape(lambda: init(jax.random.key(0)))
 
 
 def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:

@@ -20,7 +20,7 @@ from fedrecon._src.client.reconstruction import reconstruction
 from fedrecon._src.client.update import Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.model import Model
+from fedrecon._src.core.model import Model, shapes_of
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import Upload
@@ -73,7 +73,7 @@ def federated_averaging(
 
     def define(model: Model) -> Method:
         updater, recon = Updater(model, update), reconstruction(model, reconstruct)
-        has_local = bool(jax.tree.leaves(jax.eval_shape(lambda: model.init_local(jax.random.key(0)))))
+        has_local = bool(jax.tree.leaves(shapes_of(model.init_local)))
 
         def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             of_steps = update_keys(model, key, cohort)

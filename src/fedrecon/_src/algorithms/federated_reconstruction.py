@@ -1,5 +1,7 @@
 """Federated Reconstruction: the server learns the global part, every client reconstructs its local part.
 
+Local training is the case without a global part.
+
 References:
   Singhal et al., Federated Reconstruction: Partially Local Federated Learning, NeurIPS 2021.
 """
@@ -28,8 +30,8 @@ from fedrecon._src.client.update import Updater, first_order_predict, second_ord
 from fedrecon._src.core.cohort import Cohort
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.keys import client_keys
-from fedrecon._src.core.model import Model
-from fedrecon._src.core.pytrees import Params
+from fedrecon._src.core.model import Model, shapes_of
+from fedrecon._src.core.pytrees import Params, flatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.split import half as half_split
 from fedrecon._src.core.upload import RowChanges, Upload, broadcast_clients
@@ -119,6 +121,40 @@ def federated_reconstruction(
         )
 
     return Algorithm(model, define, aggregate or mean_of_uploads())
+
+
+@register_factory
+def local_training(model: Model, *, train: Solver) -> Algorithm:
+    """Train a whole model on every client's own support examples, and send nothing.
+
+    There are no rounds to run. Evaluate the algorithm as it is, on any clients, with the empty global parameters that
+    `init` returns. A client trains when its local parameters are reconstructed, so dropout is off.
+
+    Args:
+      model: one with nothing global, such as `from_flax(module, local="*", ...)`.
+      train: how a client trains, from a fresh start.
+
+    Returns:
+      An `Algorithm` that does nothing but reconstruct.
+
+    Raises:
+      ValueError: if the model has global parameters.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> model = fr.models.from_function(
+      ...     lambda params, x: params["w"] * x, {"w": jnp.zeros(())}, local="*", inputs="x", label="y", loss="mse"
+      ... )
+      >>> alone = fr.local_training(model, train=fr.gradient_descent(optax.sgd(0.1), batch_size=5, epochs=20))
+      >>> alone.has_local()  # evaluate it as it is, with the empty global parameters that `init` returns
+      True
+    """
+    shared = flatten(shapes_of(model.init_global))[0]
+    if shared:
+        raise ValueError(f"local training needs local='*', no global parameters (got {', '.join(shared)})")
+    return federated_reconstruction(model, reconstruct=train, update=train, server=optax.identity())
 
 
 def _stages(model: Model, recon: Reconstruction, updater: Updater, joint: bool) -> Stages:

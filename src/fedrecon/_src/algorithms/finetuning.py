@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, shapes_of
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.client.objectives import Objective, Problem, Solver
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.model import Batch, Model
+from fedrecon._src.core.model import Batch, Model, shapes_of
 from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, unflatten
 
 

@@ -126,7 +126,7 @@ def client_round(
     """
     clients = as_clients(examples, client)
     parts = [
-        (_compiled_client(algorithm)(message, block_state, cohort, key), count)
+        (_compiled(_run_clients, algorithm)(message, block_state, cohort, key), count)
         for cohort, block_state, count in _blocks(algorithm, clients, key, client_state, lengths)
     ]
     trimmed = [jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], part) for part, count in parts]
@@ -174,7 +174,8 @@ def client_total(
     clients = as_clients(examples, client)
     total, left = None, []
     for cohort, block_state, count in _blocks(algorithm, clients, key, client_state, lengths):
-        part, new = _compiled_total(algorithm)(message, block_state, cohort, key, key if secret is None else secret)
+        run = _compiled(_add_clients, algorithm)
+        part, new = run(message, block_state, cohort, key, key if secret is None else secret)
         total = part if total is None else jax.tree.map(jnp.add, total, part)
         left.append(jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], new))
     return ClientTotal(jax.tree.map(np.asarray, total), jax.tree.map(lambda *leaves: np.concatenate(leaves), *left))
@@ -270,11 +271,11 @@ def server_round(
     message = algorithm.message(state)
     total = None
     for upload in uploads:
-        part = upload if isinstance(upload, Total) else _compiled_encode(algorithm)(message, upload, key)
+        part = upload if isinstance(upload, Total) else _compiled(_add_uploads, algorithm)(message, upload, key)
         total = part if total is None else jax.tree.map(jnp.add, total, part)
     if total is None:
         raise ValueError("`uploads` is empty; a round needs at least one upload")
-    return _compiled_finish(algorithm)(state, jax.tree.map(jnp.asarray, total), key)
+    return _compiled(finish_round, algorithm)(state, jax.tree.map(jnp.asarray, total), key)
 
 
 def as_clients(examples: Clients | Mapping[str, Any], client: Any = 0) -> Clients:
@@ -322,35 +323,30 @@ def _needs(algorithm: Algorithm, clients: Clients) -> Needs:
     return algorithm.method.needs._replace(columns=features_of(algorithm, clients))
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled_client(algorithm: Algorithm) -> Callable[..., tuple[Upload, Any]]:
-    return jax.jit(
-        lambda message, client_state, cohort, key: algorithm.method.client(message.method, client_state, cohort, key)
-    )
+@functools.lru_cache(maxsize=256)
+def _compiled(function: Callable[..., Any], algorithm: Algorithm) -> Callable[..., Any]:
+    """Compile a function of an algorithm and arrays, once for each algorithm."""
+    return jax.jit(functools.partial(function, algorithm))
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled_total(algorithm: Algorithm) -> Callable[..., tuple[Total, Any]]:
-    def run(message: RoundMessage, client_state: Any, cohort: Cohort, key: Array, secret: Array) -> tuple[Total, Any]:
-        upload, client_state = algorithm.method.client(message.method, client_state, cohort, key)
-        summand = encode(algorithm, message, upload, client_keys(secret, cohort.identity))
-        return add(no_total(summand), summand), client_state
-
-    return jax.jit(run)
+def _run_clients(algorithm: Algorithm, message: RoundMessage, *arguments: Any) -> tuple[Upload, Any]:
+    return algorithm.method.client(message.method, *arguments)
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled_encode(algorithm: Algorithm) -> Callable[..., Total]:
-    def run(message: RoundMessage, upload: Upload, key: Array) -> Total:
-        summand = encode(algorithm, message, upload, jax.random.split(key, upload.examples.shape[0]))
-        return add(no_total(summand), summand)
-
-    return jax.jit(run)
+def _add_clients(
+    algorithm: Algorithm, message: RoundMessage, client_state: Any, cohort: Cohort, key: Array, secret: Array
+) -> tuple[Total, Any]:
+    upload, client_state = algorithm.method.client(message.method, client_state, cohort, key)
+    return _encoded_total(algorithm, message, upload, client_keys(secret, cohort.identity)), client_state
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled_finish(algorithm: Algorithm) -> Callable[..., tuple[ServerState, Report]]:
-    return jax.jit(functools.partial(finish_round, algorithm))
+def _add_uploads(algorithm: Algorithm, message: RoundMessage, upload: Upload, key: Array) -> Total:
+    return _encoded_total(algorithm, message, upload, jax.random.split(key, upload.examples.shape[0]))
+
+
+def _encoded_total(algorithm: Algorithm, message: RoundMessage, upload: Upload, keys: Array) -> Total:
+    summand = encode(algorithm, message, upload, keys)
+    return add(no_total(summand), summand)
 
 
 def upload_shapes(algorithm: Algorithm, examples: Clients | Mapping[str, Any]) -> Upload:

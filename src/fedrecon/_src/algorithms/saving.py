@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedrecon._src.algorithms.algorithm import Algorithm, shapes_of
+from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.client.lookup_tracing import by_rows
 from fedrecon._src.core.factories import RecipeError, digest_of, follow, recipe_of
-from fedrecon._src.core.model import AUTO
+from fedrecon._src.core.model import AUTO, shapes_of
 from fedrecon._src.core.pytrees import Params, flatten
 from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
 from fedrecon._src.storage.atomic import StorageError, atomic_folder
@@ -30,7 +30,6 @@ _FACTORY_MODULES = (
     "fedrecon.split",
     "fedrecon._src.client.closed_form",
     "fedrecon._src.client.gradient_descent",
-    "fedrecon._src.client.closed_form",
     "fedrecon.algorithms",
     "fedrecon._src.algorithms.finetuning",
 )

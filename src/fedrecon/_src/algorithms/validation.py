@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.client.lookup_tables import check_lookups, lookup_groups, random_params
 from fedrecon._src.client.lookup_tracing import Reads, by_rows, find_reads
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.model import AUTO, Model, Step, measure, predict_in
+from fedrecon._src.core.model import AUTO, Model, Step, measure, predict_in, shapes_of
 from fedrecon._src.core.pytrees import flatten
 
 LARGEST_CHECKED = 2**26  # columns with more numbers than this are not read through before training
@@ -67,10 +68,8 @@ def check_training(algorithm: Algorithm, clients: Clients) -> None:
     if clients.num_examples == 0:
         raise ValueError("the clients have no examples")
     check_values(algorithm, clients)
-    inputs = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
-    check_lookups(algorithm.model, *inputs)
-    algorithm.method.check(*inputs, jnp.ones(PROBED, bool))
-    _facts_of(algorithm).reconstructs.add(_kind(clients))
+    check_lookups(algorithm.model, *stand_ins(algorithm.model, clients, features_of(algorithm, clients)))
+    check_reconstruction(algorithm, clients)
 
 
 def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
@@ -165,28 +164,24 @@ def _kind(clients: Clients) -> _Kind:
     return tuple((name, column.dtype.str, column.shape[1:]) for name, column in clients.columns.items())
 
 
-class _Recorder(Mapping[str, Any]):
+class _Recorder(collections.UserDict[str, Any]):
     """A batch that records which of its features are read."""
 
     def __init__(self, columns: Mapping[str, Any], used: set[str], all_columns: Collection[str]):
-        self._columns, self._used, self._all_columns = columns, used, all_columns
+        super().__init__(columns)
+        self._used, self._all_columns = used, all_columns
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._columns:
-            is_text = name in self._all_columns
-            why = f"holds text, not numbers. {NUMBERED}" if is_text else f"is none of {', '.join(self._columns)}"
-            raise ValueError(f"the model reads the feature {name!r}, which {why}")
         self._used.add(name)
-        return self._columns[name]
+        return super().__getitem__(name)
+
+    def __missing__(self, name: str) -> Any:
+        is_text = name in self._all_columns
+        why = f"holds text, not numbers. {NUMBERED}" if is_text else f"is none of {', '.join(self.data)}"
+        raise ValueError(f"the model reads the feature {name!r}, which {why}")
 
     def __contains__(self, name: object) -> bool:
         return name in self._all_columns  # also if it holds text, so that reading it says so
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
 
 
 def features_used(model: Model, clients: Clients) -> list[str]:
@@ -272,7 +267,7 @@ def stand_ins(model: Model, clients: Clients, used: Sequence[str]) -> tuple[Any,
 
 
 def _shapes(model: Model) -> tuple[Any, Any]:
-    return jax.eval_shape(lambda: (model.init_global(jax.random.key(0)), model.init_local(jax.random.key(0))))
+    return shapes_of(model.init_global), shapes_of(model.init_local)
 
 
 def probe(clients: Clients) -> dict[str, np.ndarray]:

@@ -24,7 +24,7 @@ from fedrecon._src.privacy.ledger import spending
 from fedrecon._src.recommend.config import Config, ConfigError, check_config, config_from_json, differences, to_json
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import (
-    measure_known_baselines,
+    measure_baselines,
     summarize,
 )
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
@@ -35,7 +35,7 @@ from fedrecon._src.recommend.stopping import Watch, rounds_of, updates_of, why_f
 from fedrecon._src.recommend.task import Ready, Table
 from fedrecon._src.recommend.tasks import Task, Users, build_algorithm, task_of
 from fedrecon._src.simulation.engine import Layout, layout
-from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
+from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.simulation.multihost import (
     broadcast,
     check_same,
@@ -47,7 +47,7 @@ from fedrecon._src.simulation.multihost import (
 from fedrecon._src.simulation.training import Callback, RecordCallback, Run
 from fedrecon._src.storage.atomic import StorageError, find_complete
 from fedrecon._src.storage.ownership import RUN
-from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint, read_description
+from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint
 from fedrecon._version import __version__
 
 Say = Callable[[str], None]
@@ -58,7 +58,7 @@ def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
     if not Path(path).is_dir():
         raise StorageError(f"{path} is not a folder; expected the folder of a run")
     file = Path(path) / RUN
-    facts = read_description(Path(path))
+    facts = RunFolder(path).description()
     try:
         config = config_from_json(facts["config"], str(file))
         facts["data"]["fingerprint"]
@@ -76,8 +76,8 @@ def with_columns(config: Config, run: str | Path, reading: OtherReading) -> tupl
       reading: how the other file is read, where options say so.
     """
     roles = [role for role in COLUMNS if getattr(reading, role) == AS_TRAINED]
-    values = {field.name: getattr(reading, field.name) for field in dataclasses.fields(Reading)}
-    resolved = Reading(**{name: value for name, value in values.items() if name not in roles})
+    names = [field.name for field in dataclasses.fields(Reading) if field.name not in roles]
+    resolved = Reading(**{name: getattr(reading, name) for name in names})
     if isinstance(config.data, Data) and (Path(run) / RUN).exists():
         with contextlib.suppress(StorageError):  # the model is all that is needed
             data = read_run(run)[0].data
@@ -96,9 +96,8 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
     if not folder.has_run():
         return None
     if not resume:
-        raise StorageError(
-            f"{folder.path} holds a run: continue it with --resume {folder.path}, or replace it with --overwrite"
-        )
+        advice = f"continue it with --resume {folder.path}, or replace it with --overwrite"
+        raise StorageError(f"{folder.path} holds a run: {advice}")
     done = folder.rounds_done()
     settings, facts = read_run(folder.path)
     changed = differences(to_json(settings), to_json(config))
@@ -108,15 +107,15 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         raise ConfigError(setting, after, f"must stay {before!r} to continue the run in {folder.path}")
     began = facts.get("layout")
     numbers = [began.get(name) for name in ("jax_devices", "block", "sharing")] if isinstance(began, dict) else [None]
-    obstacles = {
-        "it has no checkpoint any more, only its model": done is None
-        and bool(facts.get("ended") or find_complete(folder.model_path).exists()),
-        f"it is past round {config.most_rounds}: it has done {done}": (done or 0) > config.most_rounds,
-        f"{RUN} does not say where it began": not all(type(number) is int for number in numbers)
-        or not isinstance(facts.get("resumed"), list),
+    is_layout = all(type(number) is int for number in numbers)
+    is_over = bool(facts.get("ended")) or find_complete(folder.model_path).exists()
+    conditions = {
+        "it has no checkpoint any more, only its model": done is not None or not is_over,
+        f"it is past round {config.most_rounds}: it has done {done}": (done or 0) <= config.most_rounds,
+        f"{RUN} does not say where it began": is_layout and isinstance(facts.get("resumed"), list),
     }
     sentence = f"the run in {folder.path} cannot be resumed: {{}}. Start over with --overwrite."
-    check_rules({sentence.format(obstacle): not stands for obstacle, stands in obstacles.items()}, StorageError)
+    check_rules({sentence.format(obstacle): holds for obstacle, holds in conditions.items()}, StorageError)
     return facts
 
 
@@ -132,15 +131,12 @@ def rounded_counts(config: Config, counts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: round(count, -max(1, len(str(abs(count))) - 1)) for name, count in counts.items()}
 
 
-def check_fingerprint(folder: RunFolder, facts: dict[str, Any], earlier: dict[str, Any] | None) -> None:
-    """Check that the data is the same as when the run began."""
-    now = facts["data"]["fingerprint"]
-    if earlier and earlier["data"]["fingerprint"] != now:
-        raise StorageError(
-            f"{facts['data']['source']} is no longer what the run in {folder.path} was trained on "
-            f"(fingerprint {now}, was {earlier['data']['fingerprint']}); "
-            "restore the data, or start over with --overwrite"
-        )
+def check_fingerprint(run: Path, source: str, before: str, now: str, error: type[ValueError] = StorageError) -> None:
+    """Check that the data is the same as when a run began."""
+    if now != before:
+        advice = "restore the data, or train again"
+        changed = f"{source} is no longer what the run in {run} was trained on"
+        raise error(f"{changed} (fingerprint {now}, was {before}); {advice}")
 
 
 def layout_facts(jax_layout: Layout) -> dict[str, Any]:
@@ -156,33 +152,32 @@ def layout_facts(jax_layout: Layout) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _as_it_began(folder: RunFolder, began: dict[str, Any]) -> Iterator[None]:
-    """Explain a layout error: with another layout, the last bits of the run's results would change."""
+def _as_it_began(folder: RunFolder, earlier: dict[str, Any] | None) -> Iterator[None]:
+    """Explain a layout error of a resumed run: with another layout, the last bits of its results would change."""
     try:
         yield
     except ValueError as problem:
+        if earlier is None:
+            raise
+        began = earlier["layout"]
         of = f" of {began['processes']} processes" if "processes" in began else ""
-        raise StorageError(
-            f"the run in {folder.path} began on {began['jax_devices']} devices{of} ({began.get('platform')}); here the "
-            f"last bits of its results would change: {problem}. Resume it on the original machine, or start over with "
-            "--overwrite."
-        ) from None
+        devices = f"{began['jax_devices']} devices{of} ({began.get('platform')})"
+        advice = "Resume it on the original machine, or start over with --overwrite."
+        change = f"here the last bits of its results would change: {problem}"
+        raise StorageError(f"the run in {folder.path} began on {devices}; {change}. {advice}") from None
 
 
 def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any] | None, say: Say) -> None:
     """Start as many devices as the run began with, whatever this machine has: the last bits depend on their number."""
-    if earlier is None or config.jax_devices is not None:
-        start_jax_devices(config.jax_devices)
-        return
-    began = _devices_per_process(earlier["layout"])
-    with _as_it_began(folder, earlier["layout"]):
-        start_jax_devices(began)
+    resumed = None if config.jax_devices is not None else earlier
+    devices = _devices_per_process(resumed["layout"]) if resumed else config.jax_devices
+    with _as_it_began(folder, resumed):
+        start_jax_devices(devices, small_loops=config.small_loops)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if earlier["layout"].get("platform") == "cpu" and began != cores and not jax.distributed.is_initialized():
-        say(
-            f"continues with {began} devices, as it began, although this machine has {cores} cores: "
-            "the last bits of its results depend on it"
-        )
+    on_cpu = resumed is not None and resumed["layout"].get("platform") == "cpu"
+    if on_cpu and devices != cores and not jax.distributed.is_initialized():
+        reason = "the last bits of its results depend on it"
+        say(f"continues with {devices} devices, as it began, although this machine has {cores} cores: {reason}")
 
 
 def _devices_per_process(began: dict[str, Any]) -> int:
@@ -194,7 +189,7 @@ def same_layout(config: Config, algorithm: Algorithm, folder: RunFolder, earlier
     if earlier is None:
         return build_layout(config, algorithm.model)
     began = earlier["layout"]
-    with _as_it_began(folder, began):
+    with _as_it_began(folder, earlier):
         jax_layout = layout(began["block"], _devices_per_process(began), sharing=began["sharing"])
         if (now := layout_facts(jax_layout)) != began:
             raise ValueError(f"the layout would be {now}, not {began} (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r})")
@@ -210,7 +205,6 @@ class ExperimentResult:
       algorithm: what was run.
       users: who trained, validated and tested.
       model: as saved.
-      evaluator: of the validation users; `evaluator.on(users)` measures others with the same compiled code.
       test: how the model serves the test users; None after an interruption or without any.
       most_rounds: how many rounds it could have had.
       baselines: how the baselines do on the query of the test users; empty if there are none.
@@ -221,7 +215,6 @@ class ExperimentResult:
     algorithm: Algorithm
     users: Users
     model: SavedModel[Any]
-    evaluator: Evaluator | None
     test: Evaluation | None
     most_rounds: int
     baselines: Table
@@ -273,7 +266,8 @@ def run_experiment(
         check_same({"the data's fingerprint": data.fingerprint()})
         fingerprint = broadcast(lambda: fingerprint_of(config, folder.path, data.fingerprint(), create=earlier is None))
         facts = _facts(config, fingerprint, earlier, made_by)
-        check_fingerprint(folder, facts, earlier)
+        if earlier:
+            check_fingerprint(folder.path, config.data.source, earlier["data"]["fingerprint"], fingerprint)
         users = task.divide(config, data, progress)
         check_some_can_learn(config, task, users)
         prepared = task.prepare(config, data, users, task.legend(config, data))
@@ -314,11 +308,10 @@ def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: Run
             evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, options.layout, "test")
         )
         if on_test:
-            test = task.add_metrics(
-                config, algorithm, run.params, users.test, on_test(run.params, progress=options.progress)
-            )
+            test = on_test(run.params, progress=options.progress)
+            test = task.add_metrics(config, algorithm, run.params, users.test, test)
         if is_first_process():
-            table = measure_known_baselines(config, model, users, "test")
+            table = measure_baselines(config, model, users, "test")
         if (verdict := why_failed(run.history, task, test)) != failed:
             failed = verdict
             model = _save(folder, dataclasses.replace(model, failed=failed))
@@ -338,8 +331,7 @@ def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: Run
     )
     if not run.interrupted:
         folder.complete()
-    most = rounds_of(config, users)
-    return ExperimentResult(run, algorithm, users, model, evaluator, test, most, table, failed)
+    return ExperimentResult(run, algorithm, users, model, test, rounds_of(config, users), table, failed)
 
 
 def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
@@ -361,34 +353,24 @@ def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config,
     """
     config, facts = read_run(path)
     task = task_of(config)
+    advice = f"To evaluate on other {task.people}, give their data with --{task.name} FILE."
     if facts.get("deployment"):
-        raise DataError(
-            f"the run in {path} was trained over nodes, which keep their data. How it serves their test {task.people} "
-            f"is in its run.json; to evaluate on others, give their data with --{task.name} FILE."
-        )
+        where = f"How it serves their test {task.people} is in its run.json."
+        raise DataError(f"the run in {path} was trained over nodes, which keep their data. {where} {advice}")
     try:
         data = task.load(_located(config, facts), progress)
     except DataError as problem:
-        raise DataError(
-            f"the data of the run in {path} cannot be loaded again: {problem} "
-            f"To evaluate on other {task.people}, give their data with --{task.name} FILE."
-        ) from None
+        raise DataError(f"the data of the run in {path} cannot be loaded again: {problem} {advice}") from None
     fingerprint = fingerprint_of(config, Path(path), data.fingerprint())
-    if fingerprint != facts["data"]["fingerprint"]:
-        raise DataError(
-            f"{config.data.source} is no longer what the run in {path} was trained on "
-            f"(fingerprint {fingerprint}, was {facts['data']['fingerprint']}), so its test {task.people} are not known"
-        )
+    check_fingerprint(Path(path), config.data.source, facts["data"]["fingerprint"], fingerprint, DataError)
     return config, task.divide(config, data, progress)
 
 
 def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: Users, say: Say) -> None:
     alone = int((users.train.sizes < 2).sum())
     if alone and config.split.train != "none":
-        say(
-            f"training {task.people} with a single example: {alone:,} of {len(users.train):,}; nothing is learned from "
-            "them, since one example cannot be both support and query"
-        )
+        reason = "nothing is learned from them, since one example cannot be both support and query"
+        say(f"training {task.people} with a single example: {alone:,} of {len(users.train):,}; {reason}")
 
 
 # ---- run.json ----

@@ -17,11 +17,7 @@ SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
 
 
 def learning_curve(
-    records: Sequence[Mapping[str, Any]],
-    path: Path,
-    measures: Sequence[Measure],
-    *,
-    title: str = "Learning curve",
+    records: Sequence[Mapping[str, Any]], path: Path, measures: Sequence[Measure], title: str = "Learning curve"
 ) -> None:
     """Draw the loss of every round, and two metrics of every evaluation, to a PNG file.
 

@@ -33,7 +33,6 @@ from fedrecon._src.recommend.config import (
     to_json,
 )
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
-from fedrecon._src.recommend.evaluation_table import measure_baselines
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.stopping import rounds_of
 from fedrecon._src.recommend.task import Measure, Ready, Table
@@ -196,7 +195,8 @@ def tune(
         for remark in bench.ready.remarks:
             say(remark)
         tried, interrupted = _search(optuna, bench, length, trials, say)
-        baselines = measure_baselines(config, bench.ready.users, "valid", bench.ready.legend)
+        users = bench.ready.users
+        baselines = task.baselines(config, bench.ready.legend, users.train, users.valid)
         tuned = Tuned(config, tried, baselines, interrupted, _called(config))
         tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is tried[0] else tuned.best.values))
         if folder is not None:
@@ -220,8 +220,11 @@ def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: 
             return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
 
     def tell(study: Any, trial: Any) -> None:
-        best = study.best_trial.number if _any_finished(study) else None
-        say(_describe_trial(_trial(trial, config), goal, trial.number, best, _called(config)))
+        tried = _trial(trial, config)
+        is_best = _any_finished(study) and study.best_trial.number == trial.number
+        ending = ", the best so far" if is_best else "" if tried.finished else ", stopped early"
+        what = in_words(tried.values) if trial.number else _called(config)
+        say(f"trial {trial.number + 1}: {goal.title} {tried.value:.4f}{ending} ({what})")
 
     interrupted = False
     try:
@@ -309,19 +312,10 @@ def _called(first: Config) -> str:
     return "default settings" if is_default(first) else "settings as given"
 
 
-def _describe_trial(trial: Trial, goal: Measure, number: int, best: int | None, first: str) -> str:
-    what = in_words(trial.values) if number else first
-    ending = ", the best so far" if number == best else "" if trial.finished else ", stopped early"
-    return f"trial {number + 1}: {goal.title} {trial.value:.4f}{ending} ({what})"
-
-
 def in_words(values: Mapping[str, Any]) -> str:
     """Write settings as options have them."""
-    return ", ".join(f"{path.replace('_', '-')} {_short(value)}" for path, value in values.items())
-
-
-def _short(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:.3g}"
+    texts = {path: str(v).lower() if isinstance(v, bool) else f"{v:.3g}" for path, v in values.items()}
+    return ", ".join(f"{path.replace('_', '-')} {text}" for path, text in texts.items())
 
 
 def _within(space: Any, value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -175,29 +175,3 @@ def _of_batch(state: ModelState, params: Params, local: Params, batch: Batch, ma
     empty = {path: jnp.zeros_like(leaves[path]) for path in state.momenta}
     statistics = state.advance(params, unflatten(structure, {**leaves, **empty}), batch, mask)[1]
     return {path: value / (1 - state.momenta.get(path, 0.0)) for path, value in statistics.items()}
-
-
-def advance_shared(
-    state: ModelState,
-    shared: Mapping[str, Array],
-    rest: Params,
-    examples: Examples,
-    batch_size: int | None,
-    merge: Callable[..., tuple[Params, Params]],
-) -> dict[str, Array]:
-    """Advance the global state of several clients over their examples, batch by batch, as the layers do.
-
-    Args:
-      state: the model's state.
-      shared: the global state by path, clients first.
-      rest: what else each client needs to predict, clients first.
-      examples: each client's examples.
-      batch_size: examples per batch; None for all.
-      merge: `(shared, rest) -> (global, local)` of one client.
-    """
-
-    def step(shared: dict[str, Array], batch: Batch, mask: Array, rest: Params) -> dict[str, Array]:
-        new = state.advance(*merge(shared, rest), batch, mask)[0]
-        return {path: jnp.where(jnp.any(mask), new[path], shared[path]).astype(shared[path].dtype) for path in shared}
-
-    return fold_batches(step, dict(shared), rest, examples, batch_size, cyclic=True)

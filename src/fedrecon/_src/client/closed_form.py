@@ -52,20 +52,24 @@ def closed_form(*, batch_size: int = 16, limit: int | None = None) -> Solver:
             predictions = objective.predict(*held, batch)
             return jax.tree.map(jnp.add, total, statistics(predictions, original_batch(batch), mask))
 
-        columns = {name: column[:, :limit] for name, column in problem.examples.columns.items()}
-        count = problem.examples.count if limit is None else jnp.minimum(problem.examples.count, limit)
-        examples, held = Examples(columns, count), (problem.params, problem.context)
+        examples, held = _first(limit, problem.examples), (problem.params, problem.context)
         if problem.differentiable:  # a loop of unknown length has no gradient
-            mask = jnp.arange(next(iter(columns.values())).shape[1]) < count[:, None]
-            solved = jax.vmap(add)(problem.params, columns, mask, held)
+            mask = jnp.arange(next(iter(examples.columns.values())).shape[1]) < examples.count[:, None]
+            solved = jax.vmap(add)(problem.params, examples.columns, mask, held)
         else:
             solved = fold_batches(add, problem.params, held, examples, batch_size)
         sums = zero_sums(objective.model, examples)
         if problem.measured:
             sums = measure_all(objective, *held, examples, batch_size=batch_size)
-        return Solution(solved, {}, sums, count, jnp.ones_like(count))
+        return Solution(solved, {}, sums, examples.count, jnp.ones_like(examples.count))
 
     return Solver(solve, limit, lambda: "whole", _check_statistics)
+
+
+def _first(limit: int | None, examples: Examples) -> Examples:
+    """Return at most so many examples of each client."""
+    columns = {name: column[:, :limit] for name, column in examples.columns.items()}
+    return Examples(columns, examples.count if limit is None else jnp.minimum(examples.count, limit))
 
 
 def _check_statistics(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
@@ -111,7 +115,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
             raise ValueError(f"`ridge` must be above 0, or clients with little data have no solution (got {ridge})")
 
     def solve(problem: Problem) -> Solution:
-        objective, examples = problem.objective, problem.examples
+        objective, examples = problem.objective, _first(limit, problem.examples)
         assert problem.tables is None, "its reach is whole"
 
         def solve_client(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:
@@ -123,7 +127,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
                 )
 
             def predict(vector: Array) -> Array:
-                return _fit(objective, restore(vector), context, batch, mask)
+                return objective.predict_in(restore(vector), context, batch, Step(mask, None))
 
             predictions = predict(start)
             matrix = jax.jacfwd(predict)(start)  # (examples, parameters)
@@ -138,19 +142,10 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
                 return restore(solution), jnp.zeros((len(metric_names(objective.model)), 2))
             return restore(solution), measure(objective.model, predictions, seen, mask)[1]
 
-        columns = {name: column[:, :limit] for name, column in examples.columns.items()}
-        count = examples.count if limit is None else jnp.minimum(examples.count, limit)
-        solved, sums = jax.vmap(solve_client)(problem.params, problem.context, columns, count)
-        return Solution(solved, {}, sums, count, jnp.ones_like(count))
+        solved, sums = jax.vmap(solve_client)(problem.params, problem.context, examples.columns, examples.count)
+        return Solution(solved, {}, sums, examples.count, jnp.ones_like(examples.count))
 
     return Solver(solve, limit, lambda: "whole", _check_least_squares)
-
-
-def _fit(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> Array:
-    """Predict as in a training step, which for some models differs from their predictions in use."""
-    if objective.predict_train is None:
-        return objective.predict(params, context, batch)
-    return objective.predict_train(params, context, batch, Step(mask, None))
 
 
 def _ridges(ridge: Ridge, params: Params) -> Array:
@@ -248,7 +243,7 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
         vector, restore = ravel_pytree(params)
         a, b = (jax.random.normal(key, vector.shape) for key in jax.random.split(jax.random.key(0)))
         both, first, second, none = (
-            _fit(objective, restore(v), context, batch, mask) for v in (a + b, a, b, jnp.zeros_like(a))
+            objective.predict_in(restore(v), context, batch, Step(mask, None)) for v in (a + b, a, b, jnp.zeros_like(a))
         )
         scale = 1 + jnp.max(jnp.abs(first)) + jnp.max(jnp.abs(second))
         bend = jnp.abs(both - first - second + none) / scale

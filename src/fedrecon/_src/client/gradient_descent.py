@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,18 @@ import optax
 from jax import Array
 
 from fedrecon._src.client.batches import Batches
-from fedrecon._src.client.lookup_reach import reach, state_labels
-from fedrecon._src.client.lookup_tables import change_rows, cut, merge_repeats, phases, put_back, read_rows
+from fedrecon._src.client.lookup_reach import map_labelled, reach, state_labels
+from fedrecon._src.client.lookup_tables import (
+    LookupTables,
+    change_rows,
+    cut,
+    merge_repeats,
+    phases,
+    put_back,
+    read_rows,
+)
 from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
 from fedrecon._src.core.checks import check_number
-from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Step
 from fedrecon._src.core.pytrees import Params
@@ -92,16 +99,15 @@ def gradient_descent(
     reach_once = functools.cache(lambda: reach(optimizer))
 
     def solve(problem: Problem) -> Solution:
-        examples, tables = problem.examples, problem.tables
+        examples = problem.examples
         # If the model has a `predict_train`, padding may enter the statistics of a batch, so it must be real examples.
         batches = Batches(examples, batch_size, epochs=epochs, cyclic=problem.objective.predict_train is not None)
         todo = batches.number * epochs if steps is None else jnp.minimum(batches.number * epochs, steps)
-        if tables is not None:
-            tables = tables.in_batches(examples.columns, batches.in_step, batch_size)
-            problem = problem._replace(tables=tables)
-        columns, slots = batches.arrange(examples.columns), batches.arrange(tables.slots if tables else {})
-        start = _start(problem, optimizer)
-        step = _row_step(problem, optimizer, reach_once() == "each") if tables else _dense_step(problem, optimizer)
+        tables = (problem.tables or LookupTables({}, {}, {}, {})).in_batches(
+            examples.columns, batches.in_step, batch_size
+        )
+        columns, slots = batches.arrange(examples.columns), batches.arrange(tables.slots)
+        step = _step(problem, tables, optimizer, each=bool(tables.values) and reach_once() == "each")
 
         def advance(t: Array, carry: Carry) -> Carry:
             active = t < todo
@@ -109,46 +115,41 @@ def gradient_descent(
             batch, at = batches.take(columns, t), batches.take(slots, t)
             return step(carry, t, Turn(batch, at, mask, active, _keys_of_step(problem, t)))
 
-        if problem.differentiable:
-            carry = _scan(advance, start, _longest(examples, batch_size, epochs, steps))
+        carry = _start(problem, tables, optimizer)
+        if problem.differentiable:  # a fixed number of steps, so that gradients can flow back through them
+            most = int(count_steps(next(iter(examples.columns.values())).shape[1]))
+            carry = jax.lax.scan(lambda c, t: (advance(t, c), None), carry, jnp.arange(most))[0]
         else:
-            carry = _loop(advance, start, jnp.max(todo), problem, optimizer, batch_size)
+            carry = _loop(advance, carry, jnp.max(todo), problem, optimizer, batch_size)
         whole, rest = jnp.divmod(todo, jnp.maximum(batches.number, 1))
         seen = whole * examples.count + jnp.minimum(rest * batch_size, examples.count)
-        return Solution(carry.params, tables.cut(carry.changes) if tables else {}, carry.sums, seen, todo)
+        return Solution(carry.params, tables.cut(carry.changes), carry.sums, seen, todo)
 
     limit = steps * batch_size if steps else None  # without steps, whatever else reads the support reads all of it
 
-    def count_steps(examples: np.ndarray) -> np.ndarray:
+    def count_steps(examples: Any) -> Any:
         return np.minimum(-(-examples // batch_size) * epochs, np.inf if steps is None else steps)
 
     return Solver(solve, limit, reach_once, lambda *args: None, batch_size, count_steps)
 
 
-def _start(problem: Problem, optimizer: optax.GradientTransformation) -> Carry:
+def _start(problem: Problem, tables: LookupTables, optimizer: optax.GradientTransformation) -> Carry:
     clients = problem.examples.count.shape[0]
-    changes = {} if problem.tables is None else problem.tables.unchanged(clients)
-    solved = {**problem.params, **changes} if changes else problem.params
+    changes = tables.unchanged(clients)
     # `axis_size` is explicit, since there may be no leaves to solve for.
-    state = jax.vmap(optimizer.init, axis_size=clients)(solved)
+    state = jax.vmap(optimizer.init, axis_size=clients)(_with_rows(problem.params, changes))
     return Carry(problem.params, changes, state, zero_sums(problem.objective.model, problem.examples))
+
+
+def _with_rows(params: Params, rows: Mapping[str, Any]) -> Params:
+    """Return parameters, which are by path if there are tables, with rows of tables."""
+    return {**params, **rows} if rows else params
 
 
 def _keys_of_step(problem: Problem, t: Array) -> Array | None:
     if problem.objective.predict_train is None or problem.keys is None:
         return None
     return jax.vmap(jax.random.fold_in, (0, None))(problem.keys, t)
-
-
-def _longest(examples: Examples, batch_size: int, epochs: int, steps: int | None) -> int:
-    """Return how many steps a client takes if its examples fill the arrays."""
-    most = -(-next(iter(examples.columns.values())).shape[1] // batch_size) * epochs
-    return most if steps is None else min(most, steps)
-
-
-def _scan(advance: Callable[[Array, Carry], Carry], carry: Carry, steps: int) -> Carry:
-    """Take a fixed number of steps, so that gradients can flow back through them."""
-    return jax.lax.scan(lambda c, t: (advance(t, c), None), carry, jnp.arange(steps))[0]
 
 
 def _loop(
@@ -160,59 +161,30 @@ def _loop(
     batch_size: int,
 ) -> Carry:
     """Take as many steps as any client has. Early steps work only on the first rows of growing tables."""
-    labels = state_labels(optimizer, _first(problem.params)) if problem.grows else []
+    labels = state_labels(optimizer, _first(problem.params), problem.grows)
     t = jnp.int32(0)
     for phase in phases(problem.params, problem.grows, batch_size):
         until = last if phase.stop is None else jnp.minimum(phase.stop, last)
-        t, part = _until(until, advance, t, cut(carry, phase.rows, labels))
+
+        def unfinished(state: tuple[Array, Carry], until: Array = until) -> Array:
+            return state[0] < until
+
+        start = t, cut(carry, phase.rows, labels)
+        t, part = jax.lax.while_loop(unfinished, lambda state: (state[0] + 1, advance(*state)), start)
         carry = put_back(carry, part, phase.rows, labels)
     return carry
 
 
-def _until(until: Array, advance: Callable[[Array, Carry], Carry], t: Array, carry: Carry) -> tuple[Array, Carry]:
-    return jax.lax.while_loop(lambda c: c[0] < until, lambda c: (c[0] + 1, advance(c[0], c[1])), (t, carry))
+def _step(problem: Problem, tables: LookupTables, optimizer: optax.GradientTransformation, each: bool) -> TakeStep:
+    """Return a step on whole parameters, of which every client has its own copy, and on the batch's rows of tables.
 
-
-def _alone(problem: Problem) -> bool:
-    """Return whether every step that runs is one that its client takes."""
-    return problem.examples.count.shape[0] == 1 and not problem.differentiable
-
-
-def _dense_step(problem: Problem, optimizer: optax.GradientTransformation) -> TakeStep:
-    """Return a step on whole parameters, of which every client has its own copy."""
-    objective, alone = problem.objective, _alone(problem)
-
-    def step_client(
-        params: Params, state: Any, context: Any, batch: Batch, mask: Array, active: Array, key: Array | None
-    ) -> tuple[Params, Any, Array]:
-        measure = jax.value_and_grad(objective.measure, has_aux=True)
-        (_, sums), grads = measure(params, context, batch, mask, Step(mask, key))
-        updates, new_state = optimizer.update(grads, state, params)
-        if not alone:
-            updates = _where(active, updates, jax.tree.map(jnp.zeros_like, updates))
-            new_state = _where(active, new_state, state)
-        return optax.apply_updates(params, updates), new_state, jnp.where(active, sums, 0)
-
-    def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
-        params, state, sums = jax.vmap(step_client)(
-            carry.params, carry.state, problem.context, turn.batch, turn.mask, turn.active, turn.keys
-        )
-        return Carry(params, {}, state, carry.sums + sums if problem.measured else carry.sums)
-
-    return advance
-
-
-def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: bool) -> TakeStep:
-    """Return a step on the rows of a batch, which never forms gradients, state or updates of other rows.
-
-    It is exact for optimizers whose reach is `each` or `rows`; with `each`, the gradients of repeated rows need not be
-    summed first. Changes of rows are separate from their values: all clients share the values, and a client returns
-    only its changes.
+    Of tables, it never forms gradients, state or updates of other rows. That is exact for optimizers whose reach is
+    `each` or `rows`; with `each`, the gradients of repeated rows need not be summed first. Changes of rows are separate
+    from their values: all clients share the values, and a client returns only its changes.
     """
-    objective, tables, alone = problem.objective, problem.tables, _alone(problem)
-    assert tables is not None
-    unchanged = tables.unchanged(1)
-    labels = state_labels(optimizer, _first({**problem.params, **unchanged}))
+    objective, clients = problem.objective, problem.examples.count.shape[0]
+    alone = clients == 1 and not problem.differentiable  # every step that runs is one that its client takes
+    labels = state_labels(optimizer, _first(_with_rows(problem.params, tables.unchanged(1))), tables.values)
 
     def step_client(
         params: Params, state: Any, changes: dict[str, Array], slot: dict[str, Array], context: Any, turn: Turn
@@ -220,7 +192,7 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
         fetched = tables.fetch(changes, turn.batch)  # rows: (ids, ...) of each table
 
         def loss(trained: Params, rows: dict[str, Array]) -> tuple[Array, Array]:
-            everything = {**trained, **fetched.as_tables(rows)}
+            everything = _with_rows(trained, fetched.as_tables(rows))
             return objective.measure(everything, context, fetched.batch, turn.mask, Step(turn.mask, turn.keys))
 
         (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, fetched.rows)
@@ -228,32 +200,29 @@ def _row_step(problem: Problem, optimizer: optax.GradientTransformation, each: b
             merged = {path: merge_repeats(slot[path], row_grads[path]) for path in slot}
             row_grads |= {path: pair[0] for path, pair in merged.items()}
             slot = {path: pair[1] for path, pair in merged.items()}
-        updates, new_state = optimizer.update({**grads, **row_grads}, state, {**params, **fetched.rows})
+        solved = _with_rows(params, fetched.rows)
+        updates, new_state = optimizer.update(_with_rows(grads, row_grads), state, solved)
         if not alone:
             updates = _where(turn.active, updates, jax.tree.map(jnp.zeros_like, updates))
             new_state = _where(turn.active, new_state, state)
-        new = {path: params[path] + updates[path] for path in params}
-        rows = {path: updates[path] for path in fetched.rows}
-        return _RowUpdate(new, rows, new_state, slot, jnp.where(turn.active, sums, 0))
+        rows = {path: updates.pop(path) for path in fetched.rows}
+        return _RowUpdate(optax.apply_updates(params, updates), rows, new_state, slot, jnp.where(turn.active, sums, 0))
 
     def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
         places = tables.places(t, turn.batch, turn.slots)
         changes = {path: read_rows(carry.changes[path], at) for path, at in places.items()}  # (clients, ids, ...)
-        leaves, structure = jax.tree.flatten(carry.state)
-        row_leaves = [
-            read_rows(leaf, places[at]) if at in places else leaf for leaf, at in zip(leaves, labels, strict=True)
-        ]
+        row_state = map_labelled(lambda path, leaf: read_rows(leaf, places[path]), labels, carry.state)
         slot = {path: at.slot for path, at in places.items() if at.slot is not None}
-        row_state = jax.tree.unflatten(structure, row_leaves)
         new = jax.vmap(step_client)(carry.params, row_state, changes, slot, problem.context, turn)
-        places = {path: at._replace(slot=new.slot.get(path)) for path, at in places.items()}
-        lists = {path: change_rows(carry.changes[path], at, new.rows[path]) for path, at in places.items()}
-        state = [
-            change_rows(old, places[label], rows, replace=True) if label in places else rows
-            for old, rows, label in zip(leaves, jax.tree.leaves(new.state), labels, strict=True)
-        ]
-        sums = carry.sums + new.sums if problem.measured else carry.sums
-        return Carry(new.params, lists, jax.tree.unflatten(structure, state), sums)
+        written = {path: at._replace(slot=new.slot.get(path)) for path, at in places.items()}
+        state = map_labelled(
+            lambda path, leaf, rows: change_rows(leaf, written[path], rows, replace=True),
+            labels,
+            carry.state,
+            new.state,
+        )
+        lists = {path: change_rows(carry.changes[path], at, new.rows[path]) for path, at in written.items()}
+        return Carry(new.params, lists, state, carry.sums + new.sums if problem.measured else carry.sums)
 
     return advance
 

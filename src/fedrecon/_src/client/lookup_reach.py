@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,27 +17,43 @@ Reach = Literal["each", "rows", "copy", "whole"]
 SCALES = (1.0, 1e6)  # of the gradients tried: an optimizer that clips does so only if they are large
 
 
-def state_labels(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> Any:
-    """Return, for each leaf of an optimizer's state in order, the path of the parameter it belongs to, or None.
+def state_labels(optimizer: optax.GradientTransformation, params: Params, tables: Collection[str]) -> dict[int, str]:
+    """Return, by their number, the leaves of an optimizer's state that belong to tables, and to which.
 
     Args:
       optimizer: any optax optimizer.
       params: by path, of arrays or of shapes.
+      tables: paths of some of them.
     """
-    state = jax.eval_shape(optimizer.init, dict(params))
+    if not tables:
+        return {}
     labelled = optax.tree_utils.tree_map_params(
         optimizer,
         lambda leaf, path: _Label(path),
-        state,
+        jax.eval_shape(optimizer.init, params),
         {path: path for path in params},
         transform_non_params=lambda leaf: _Label(None),
     )
-    return [label.path for label in jax.tree.leaves(labelled, is_leaf=lambda x: isinstance(x, _Label))]
+    labels = jax.tree.leaves(labelled, is_leaf=lambda x: isinstance(x, _Label))
+    return {number: label.path for number, label in enumerate(labels) if label.path in tables}
 
 
 class _Label:
     def __init__(self, path: str | None):
         self.path = path
+
+
+def map_labelled(function: Callable[..., Any], labels: Mapping[int, str], *states: Any) -> Any:
+    """Apply a function to those leaves of optimizer states that belong to tables; take others from the last state.
+
+    Args:
+      function: `(path of the table, leaf of each state) -> leaf`.
+      labels: as `state_labels` returns them.
+      *states: of one structure.
+    """
+    leaves = zip(*map(jax.tree.leaves, states), strict=True)
+    mapped = [function(labels[n], *leaf) if n in labels else leaf[-1] for n, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(jax.tree.structure(states[0]), mapped)
 
 
 def reach(optimizer: optax.GradientTransformation) -> Reach:
@@ -121,20 +137,15 @@ def _moves(
       parts: how often a step sees each of them, with its gradient divided by that number.
       blank: whether the state is initialised without the table's values, as for a client that changes rows.
     """
-    labels = state_labels(optimizer, params)
+    labels = state_labels(optimizer, params, ["table"])
     state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])} if blank else params)
     moved = jax.tree.map(jnp.zeros_like, params)
     for (dense, table), rows in zip(grads, places, strict=True):
         at = np.array([*rows] * parts)
-        leaves, structure = jax.tree.flatten(state)
-        small = [leaf[at] if label == "table" else leaf for leaf, label in zip(leaves, labels, strict=True)]
         held = {"dense": params["dense"] + moved["dense"], "table": (params["table"] + moved["table"])[at]}
         gradient = {"dense": dense, "table": table[at] / parts}
-        updates, new = optimizer.update(gradient, jax.tree.unflatten(structure, small), held)
+        seen = map_labelled(lambda path, leaf, at=at: leaf[at], labels, state)
+        updates, new = optimizer.update(gradient, seen, held)
         moved = {"dense": moved["dense"] + updates["dense"], "table": moved["table"].at[at].add(updates["table"])}
-        written = [
-            leaf.at[at].set(fresh) if label == "table" else fresh
-            for leaf, fresh, label in zip(leaves, jax.tree.leaves(new), labels, strict=True)
-        ]
-        state = jax.tree.unflatten(structure, written)
+        state = map_labelled(lambda path, leaf, fresh, at=at: leaf.at[at].set(fresh), labels, state, new)
     return moved

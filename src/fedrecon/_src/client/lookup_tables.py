@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
+from fedrecon._src.client.lookup_reach import map_labelled
 from fedrecon._src.core.checks import check_column
 from fedrecon._src.core.cohort import row_capacity
 from fedrecon._src.core.model import AUTO, Batch, Model
@@ -500,23 +501,22 @@ def phases(params: Params, grows: Mapping[str, int], batch_size: int) -> list[Ph
     return [*earlier, Phase(None, capacity)]
 
 
-def cut(carry: Any, rows: Mapping[str, int], labels: Sequence[Any]) -> Any:
+def cut(carry: Any, rows: Mapping[str, int], labels: Mapping[int, str]) -> Any:
     """Keep the first rows of growing tables, and of the optimizer's state for them.
 
     Args:
       carry: with `params` and `state`, clients first.
       rows: how many rows of each table; empty to keep all.
-      labels: for each leaf of the state, the table that it belongs to.
+      labels: which leaves of the state belong to which table (`state_labels`).
     """
     if not rows:
         return carry
-    params = {path: leaf[:, : rows[path]] if path in rows else leaf for path, leaf in carry.params.items()}
-    leaves, structure = jax.tree.flatten(carry.state)
-    state = [leaf[:, : rows[at]] if at in rows else leaf for leaf, at in zip(leaves, labels, strict=True)]
-    return carry._replace(params=params, state=jax.tree.unflatten(structure, state))
+    params = carry.params | {path: carry.params[path][:, :count] for path, count in rows.items()}
+    state = map_labelled(lambda path, leaf: leaf[:, : rows[path]], labels, carry.state)
+    return carry._replace(params=params, state=state)
 
 
-def put_back(carry: Any, part: Any, rows: Mapping[str, int], labels: Sequence[Any]) -> Any:
+def put_back(carry: Any, part: Any, rows: Mapping[str, int], labels: Mapping[int, str]) -> Any:
     """Undo `cut`: put the changed first rows back into the whole tables.
 
     Args:
@@ -527,11 +527,8 @@ def put_back(carry: Any, part: Any, rows: Mapping[str, int], labels: Sequence[An
     """
     if not rows:
         return part
-    params = {
-        path: carry.params[path].at[:, : rows[path]].set(new) if path in rows else new
-        for path, new in part.params.items()
+    params = part.params | {
+        path: carry.params[path].at[:, :count].set(part.params[path]) for path, count in rows.items()
     }
-    leaves, structure = jax.tree.flatten(carry.state)
-    pairs = zip(leaves, jax.tree.leaves(part.state), labels, strict=True)
-    state = [old.at[:, : rows[at]].set(new) if at in rows else new for old, new, at in pairs]
-    return part._replace(params=params, state=jax.tree.unflatten(structure, state))
+    state = map_labelled(lambda path, old, new: old.at[:, : rows[path]].set(new), labels, carry.state, part.state)
+    return part._replace(params=params, state=state)

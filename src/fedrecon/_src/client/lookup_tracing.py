@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from fedrecon._src.client.lookup_tables import ORIGINAL, BatchRows, original_batch
-from fedrecon._src.core.model import Batch, Model, Step
+from fedrecon._src.core.model import Batch, Model, Step, shapes_of
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 
 # Names of primitives. `_MOVES` keep ids as they are and `_IN_ORDER` also keep their order; `_BY_ROW` commute with
@@ -286,15 +286,13 @@ def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
       model: what is traced; nothing is computed.
       batch: features in the shapes and types that the model will see; their values do not matter.
     """
-    key = jax.random.key(0)
-    shared, local = jax.eval_shape(model.init_global, key), jax.eval_shape(model.init_local, key)
-    leaves, structure = flatten(shared)
+    local, (leaves, structure) = shapes_of(model.init_local), flatten(shapes_of(model.init_global))
     examples = next(iter(batch.values())).shape[0]
     mask: Any = jax.ShapeDtypeStruct((examples,), jnp.bool_)
     watched = _Watch()
     calls: list[tuple[Callable, tuple]] = [(model.predict, ())]
     if model.predict_train is not None:
-        calls.append((model.predict_train, (Step(mask, jax.eval_shape(lambda: key)),)))
+        calls.append((model.predict_train, (Step(mask, jax.eval_shape(lambda: jax.random.key(0))),)))
     if model.state is not None:
         calls.append((model.state.advance, (mask,)))
     if model.evidence is not None:
@@ -340,7 +338,7 @@ def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
       model: any model.
       lookups: `{path: features}`, as `find_lookups` returns them.
     """
-    shapes = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    shapes = flatten(shapes_of(model.init_global))[0]
 
     def narrowing(function: Callable) -> Callable:
         def run(params: Params, local: Params, batch: Batch, *more: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.client.batches import advance_shared
+from fedrecon._src.client.batches import fold_batches
 from fedrecon._src.client.lookup_tables import (
     LookupTables,
     check_paths,
@@ -24,15 +24,14 @@ from fedrecon._src.client.lookup_tables import (
 from fedrecon._src.client.objectives import (
     Objective,
     Problem,
-    Solution,
     Solver,
     check_solver,
     solve_local,
     start_local,
 )
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
-from fedrecon._src.core.model import Batch, Model, Step, predict_in
-from fedrecon._src.core.pytrees import Params, Structure, flatten, split_params, unflatten
+from fedrecon._src.core.model import Batch, Model, Step, predict_in, shapes_of
+from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.upload import DELTA, RowChanges, Upload
 
@@ -88,16 +87,14 @@ class Held(NamedTuple):
     Attributes:
       context: what predictions need besides what is solved for.
       support: its support examples, if gradients flow through them; else empty.
-      statistics: global state by path, which no step changes.
-      local_state: local leaves that no step changes.
+      fixed: state, global and local, which no step changes; by path.
       start: the global parameters as the server sent them, if there is a surrogate; else empty.
       pull: the last argument of the surrogate.
     """
 
     context: Any
     support: Any
-    statistics: dict[str, Array]
-    local_state: Params
+    fixed: dict[str, Array]
     start: Params
     pull: Any
 
@@ -108,13 +105,11 @@ class _WorkingCopy(NamedTuple):
     Attributes:
       copies: every client's copies, by path, clients first; of lookup tables, copies of the client's rows.
       tables: lookup tables that are changed by rows instead; None for none.
-      growing: paths of the copies that are rows of lookup tables.
       cohort: the block, with ids renumbered if tables were copied by rows.
     """
 
     copies: dict[str, Array]
     tables: LookupTables | None
-    growing: tuple[str, ...]
     cohort: Cohort
 
 
@@ -174,7 +169,7 @@ class Updater:
           split: how examples become support and query.
           support_limit: how many support examples are used at most; None for no limit.
         """
-        shapes = flatten(jax.eval_shape(lambda: self.model.init_global(jax.random.key(0))))[0]
+        shapes = flatten(shapes_of(self.model.init_global))[0]
         check_paths(self._features, shapes)
         groups = row_groups(self._features, {path: shapes[path].shape[0] for path in self._features})
         return Needs(split, support_limit, self._update.limit, groups, self._through_support)
@@ -204,54 +199,48 @@ class Updater:
         leaves, structure = flatten(params)
         cohort = self._with_rows(cohort, leaves)
         working = self._working_copy(leaves, cohort)
-        state = self.model.state
-        statistics = {path: working.copies[path] for path in (state.shared if state else ())}
-        local = split_params(solved, self.model.local_state if jax.tree.leaves(solved) else ())
-        local_leaves, local_structure = flatten(local.free)
-        trained = {GLOBAL + path: leaf for path, leaf in working.copies.items() if path not in statistics}
-        trained |= {LOCAL + path: leaf for path, leaf in local_leaves.items()}
-        support = working.cohort.support if self._through_support else ()
-        start = () if self._surrogate is None else unflatten(structure, working.copies)
-        held = Held(context, support, statistics, local.fixed, start, pull)
-        # A surrogate sees all rows of a client in every step, and so does a gradient through support.
-        growing = () if self._through_support or self._surrogate is not None else working.growing
-
-        def local_of(trained: Mapping[str, Any], local_state: Params) -> Params:
-            return local.merge(unflatten(local_structure, _under(LOCAL, trained)), local_state)
-
+        copies = unflatten(structure, {**leaves, **working.copies})
+        start, point_of = _flatten_point(Point(copies, solved))
+        shared = () if self.model.state is None else self.model.state.shared
+        state = [*(GLOBAL + path for path in shared), *(LOCAL + path for path in self.model.local_state)]
+        fixed = {path: start[path] for path in state if path in start}
+        by_rows = {} if working.tables is None else working.tables.values
+        sees_all_rows = self._through_support or self._surrogate is not None  # of a client, in every step
+        growing = () if sees_all_rows or self._by_steps else self._features
         solution = self._update.solve(
             Problem(
-                objective=self._objective(predict, structure, local_structure, local_of),
-                params=trained,
-                context=held,
+                objective=self._objective(predict, point_of),
+                params={path: leaf for path, leaf in start.items() if path not in fixed and path not in by_rows},
+                context=Held(
+                    context,
+                    working.cohort.support if self._through_support else (),
+                    fixed,
+                    () if self._surrogate is None else copies,
+                    pull,
+                ),
                 examples=working.cohort.query,
                 tables=working.tables,
                 grows={GLOBAL + path: self._ids(path, cohort) for path in growing},
                 keys=keys,
             )
         )
-        local_after = local_of(solution.params, local.fixed)
-        after = _under(GLOBAL, solution.params)
-        if statistics:
-            other_leaves = after | self._changed(working, solution, cohort)
-            rest = (other_leaves, local_after if jax.tree.leaves(local_after) else context)
-            after |= self._advance_statistics(statistics, rest, working, structure)
-        # (clients, ...) of whole parameters, (clients, rows, ...) of lookup tables
-        delta = {path: after[path] - copy for path, copy in working.copies.items()} | _under(GLOBAL, solution.changes)
-        upload = self._upload({path: delta[path] for path in leaves}, leaves, cohort, solution)
-        return UpdateResult(upload, local_after, solution.steps)
+        after = start | solution.params
+        if shared:
+            after |= self._advance_statistics(working, after, solution.changes, point_of, context)
+        delta = {path: after[GLOBAL + path] - copy for path, copy in working.copies.items()}
+        delta |= _under(GLOBAL, solution.changes)
+        changes: dict[str, Any] = {path: delta[path] for path in leaves}
+        for path, group in self.groups.items():  # the ids and the changes of a client's rows
+            changes[path] = RowChanges(cohort.rows[group], delta[path], cohort.num_rows[group], len(leaves[path]))
+        upload = Upload({DELTA: changes}, solution.examples, solution.sums)
+        return UpdateResult(upload, point_of(after).local, solution.steps)
 
-    def _objective(
-        self, predict: Predict, structure: Structure, local_structure: Structure, local_of: Callable[..., Params]
-    ) -> Objective:
+    def _objective(self, predict: Predict, point_of: Callable[[Mapping[str, Any]], Point]) -> Objective:
         """Return what U minimises, as a function of what is solved for and of what is held fixed."""
 
-        def params_of(trained: Mapping[str, Any], held: Held) -> Params:
-            return unflatten(structure, {**_under(GLOBAL, trained), **held.statistics})
-
         def whole(trained: dict[str, Any], held: Held, batch: Batch, step: Step | None = None) -> Any:
-            local = local_of(trained, held.local_state)
-            return predict(params_of(trained, held), local, held.context, held.support, batch, step)
+            point = point_of(trained | held.fixed)
+            return predict(point.params, point.local, held.context, held.support, batch, step)
 
         surrogate = self._surrogate
 
@@ -259,12 +248,10 @@ class Updater:
             assert surrogate is not None
 
             def measure_point(point: Point) -> tuple[Array, Array]:
-                params, local = flatten(point.params)[0], flatten(point.local)[0]
-                leaves = {GLOBAL + path: leaf for path, leaf in params.items() if path not in held.statistics}
-                return measure(leaves | {LOCAL + path: leaf for path, leaf in local.items()})
+                leaves = _flatten_point(point)[0]
+                return measure({path: leaf for path, leaf in leaves.items() if path not in held.fixed})
 
-            point = Point(params_of(trained, held), unflatten(local_structure, _under(LOCAL, trained)))
-            return surrogate(measure_point, point, held.start, held.pull)
+            return surrogate(measure_point, point_of(trained | held.fixed), held.start, held.pull)
 
         return Objective(
             self.model,
@@ -297,7 +284,7 @@ class Updater:
             if path not in rows
         }
         if not rows:
-            return _WorkingCopy(dense, None, (), cohort)
+            return _WorkingCopy(dense, None, cohort)
         if self._by_steps:
             tables = LookupTables(
                 {GLOBAL + path: jnp.asarray(leaves[path]) for path in rows},
@@ -305,44 +292,35 @@ class Updater:
                 cohort.slots,
                 {GLOBAL + path: ids.shape[1] for path, ids in rows.items()},
             )
-            return _WorkingCopy(dense, tables, (), cohort)
+            return _WorkingCopy(dense, tables, cohort)
         copies = {path: jnp.asarray(leaves[path]).at[ids].get(mode="promise_in_bounds") for path, ids in rows.items()}
-        return _WorkingCopy({**dense, **copies}, None, tuple(copies), self._renumbered(cohort))
-
-    def _upload(self, delta: dict[str, Array], leaves: Mapping[str, Any], cohort: Cohort, solution: Solution) -> Upload:
-        """Make the upload; of lookup tables, it has the ids and the changes of a client's rows."""
-
-        def change(path: str) -> Any:
-            group = self.groups.get(path)
-            if group is None:
-                return delta[path]
-            return RowChanges(cohort.rows[group], delta[path], cohort.num_rows[group], jnp.shape(leaves[path])[0])
-
-        return Upload({DELTA: {path: change(path) for path in delta}}, solution.examples, solution.sums)
-
-    def _changed(self, working: _WorkingCopy, solution: Solution, cohort: Cohort) -> dict[str, Array]:
-        """Return each client's rows, after U, of the lookup tables that were changed by rows."""
-        if working.tables is None:
-            return {}
-        changes = _under(GLOBAL, solution.changes)
-        values = _under(GLOBAL, working.tables.values)
-        return {path: values[path][cohort.rows[self.groups[path]]] + changes[path] for path in changes}
+        return _WorkingCopy({**dense, **copies}, None, self._renumbered(cohort))
 
     def _advance_statistics(
-        self, statistics: dict[str, Array], rest: Any, working: _WorkingCopy, structure: Structure
+        self,
+        working: _WorkingCopy,
+        after: Mapping[str, Array],
+        changes: Mapping[str, Array],
+        point_of: Callable[[Mapping[str, Any]], Point],
+        context: Any,
     ) -> dict[str, Array]:
-        """Advance the global state over query, with everything else as it is after U."""
-        assert self.model.state is not None
-        # `rest` holds copies of the changed rows only, so ids must be renumbered to match them.
-        cohort = working.cohort if working.tables is None else self._renumbered(working.cohort)
-        return advance_shared(
-            self.model.state,
-            statistics,
-            rest,
-            cohort.query,
-            self._update.batch_size,
-            lambda shared, rest: (unflatten(structure, {**rest[0], **shared}), rest[1]),
-        )
+        """Advance the global state over query, batch by batch as the layers do, with all else as it is after U."""
+        state, cohort = self.model.state, working.cohort
+        assert state is not None
+        if working.tables is not None:  # clients have rows of them only, so ids must be renumbered to match
+            rows = {GLOBAL + path: cohort.rows[group] for path, group in self.groups.items()}
+            changed = {path: working.tables.values[path][rows[path]] + changes[path] for path in changes}
+            after, cohort = {**after, **changed}, self._renumbered(cohort)
+
+        def step(shared: dict[str, Array], batch: Batch, mask: Array, held: Any) -> dict[str, Array]:
+            point = point_of({**held[0], **shared})
+            local = point.local if jax.tree.leaves(point.local) else held[1]
+            new = state.advance(point.params, local, batch, mask)[0]
+            advanced = {path: new[path.removeprefix(GLOBAL)].astype(old.dtype) for path, old in shared.items()}
+            return jax.tree.map(lambda new, old: jnp.where(jnp.any(mask), new, old), advanced, shared)
+
+        shared = {GLOBAL + path: after[GLOBAL + path] for path in state.shared}
+        return fold_batches(step, shared, (after, context), cohort.query, self._update.batch_size, cyclic=True)
 
     def _renumbered(self, cohort: Cohort) -> Cohort:
         """Replace ids by positions in the client's list of rows."""
@@ -353,6 +331,18 @@ class Updater:
         query = Examples(renumber(cohort.query.columns, slots), cohort.query.count)
         support = Examples(renumber(cohort.support.columns, cohort.support_slots), cohort.support.count)
         return cohort._replace(query=query, support=support)
+
+
+def _flatten_point(point: Point) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Point]]:
+    """Return the leaves of a point by path, and how to make a point of such leaves."""
+    (params, structure), (local, local_structure) = flatten(point.params), flatten(point.local)
+    leaves = {GLOBAL + path: leaf for path, leaf in params.items()}
+    leaves |= {LOCAL + path: leaf for path, leaf in local.items()}
+
+    def restore(leaves: Mapping[str, Any]) -> Point:
+        return Point(unflatten(structure, _under(GLOBAL, leaves)), unflatten(local_structure, _under(LOCAL, leaves)))
+
+    return leaves, restore
 
 
 def _under(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:

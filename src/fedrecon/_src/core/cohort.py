@@ -192,21 +192,15 @@ class Packer:
             self._side(origin + begin, count, length, ordered)
             for begin, count, length in zip(split.begins(sizes), split.counts(sizes), self.lengths, strict=True)
         )
-        cohort = Cohort(indices.astype(np.int32), identity, support.examples(), query.examples(), {}, {}, {}, {})
+        cohort = Cohort(indices.astype(np.int32), identity, support, query, {}, {}, {}, {})
         for group, (rows, features) in self._needs.groups.items():
             if self._distinct[group]:
-                width = sum(query.flat(feature).shape[1] for feature in features)
-                cohort.num_rows[group] = (width * query.counts).astype(np.int32)
+                cohort.num_rows[group] = query.count * sum(math.prod(query.columns[f].shape[2:]) for f in features)
                 continue
             for feature in features:  # of a population without repeats, `_all_distinct` has checked them
                 _check_ids(support.columns[feature], features, rows)
                 _check_ids(query.columns[feature], features, rows)
-            extra = support if self._needs.support_rows else None
-            cohort.rows[group], cohort.num_rows[group], slots, support_slots = self._list_rows(
-                rows, features, extra, query
-            )
-            cohort.slots.update(slots)
-            cohort.support_slots.update(support_slots)
+            self._list_rows(cohort, group, rows, features)
         return cohort
 
     def pack_everybody(self, most: int) -> Cohort | None:
@@ -265,7 +259,7 @@ class Packer:
         source = starts[owner] + j
         return source[np.lexsort((self._clients.columns[by][source], owner))]
 
-    def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> _PackedSide:
+    def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> Examples:
         counts = np.minimum(counts, length)
         pattern = self._needs.split.pattern
         if pattern is None:
@@ -274,30 +268,31 @@ class Packer:
             j = _counted_from(np.zeros(len(counts), np.int64), counts)
             source = np.repeat(begins, counts) + pattern(np.arange(length))[j]
         source = source if ordered is None else ordered[source]
-        columns = {name: np.take(column, source, axis=0) for name, column in self._columns.items()}
-        return _PackedSide(columns, counts, length, _counted_from(np.arange(len(counts)) * length, counts))
+        real = np.arange(length) < counts[:, None]
+        columns = {name: _spread(np.take(column, source, axis=0), real) for name, column in self._columns.items()}
+        return Examples(columns, counts.astype(np.int32))
 
-    def _list_rows(
-        self, table_rows: int, features: Sequence[str], support: _PackedSide | None, query: _PackedSide
-    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """List the rows each client touches, in order of first use, query before support."""
-        sides = [query] if support is None else [query, support]
-        ids = [np.concatenate([side.flat(f) for f in features], axis=1) for side in sides]  # (examples, ids)
-        flat = np.concatenate([i.reshape(-1) for i in ids])
-        capacity = row_capacity(sum(i.shape[1] * side.length for i, side in zip(ids, sides, strict=True)), table_rows)
-        counts = [side.counts * i.shape[1] for side, i in zip(sides, ids, strict=True)]
-        if support is None:
-            rows, num_rows, slot = self._number(flat, counts[0], table_rows, capacity)
-        else:
-            order = np.argsort(np.concatenate([_owners(c) for c in counts]), kind="stable")
-            rows, num_rows, in_order = self._number(flat[order], counts[0] + counts[1], table_rows, capacity)
-            slot = np.empty_like(in_order)
-            slot[order] = in_order
-        slots, stop = [], 0
-        for side, i in zip(sides, ids, strict=True):
-            start, stop = stop, stop + i.size
-            slots.append(_by_feature(side, slot[start:stop].reshape(i.shape), features))
-        return rows, num_rows, slots[0], slots[1] if support is not None else {}
+    def _list_rows(self, cohort: Cohort, group: str, table_rows: int, features: Sequence[str]) -> None:
+        """List the rows that each client touches, in order of first use, query before support."""
+        sides = [(cohort.query, cohort.slots)]
+        sides += [(cohort.support, cohort.support_slots)] if self._needs.support_rows else []
+        ids = [np.concatenate([_ids_last(side.columns[f]) for f in features], axis=2) for side, _ in sides]
+        real = [
+            np.broadcast_to((np.arange(padded.shape[1]) < side.count[:, None])[..., None], padded.shape)
+            for (side, _), padded in zip(sides, ids, strict=True)
+        ]
+        of_client, is_id = (np.concatenate([_by_example(x) for x in arrays], axis=1) for arrays in (ids, real))
+        capacity = row_capacity(of_client.shape[1], table_rows)
+        rows, num_rows, slot = self._number(of_client[is_id], is_id.sum(1), table_rows, capacity)
+        cohort.rows[group], cohort.num_rows[group] = rows, num_rows
+        ends_of_sides = np.cumsum([padded[0].size for padded in ids])[:-1]
+        ends_of_features = np.cumsum([_ids_last(cohort.query.columns[f]).shape[2] for f in features])[:-1]
+        for (side, slots), padded, part in zip(
+            sides, ids, np.split(_spread(slot, is_id), ends_of_sides, axis=1), strict=True
+        ):
+            by_feature = np.split(part.reshape(padded.shape), ends_of_features, axis=2)
+            for feature, values in zip(features, by_feature, strict=True):
+                slots[feature] = values.reshape(side.columns[feature].shape)
 
     def _number(
         self, flat: np.ndarray, counts: np.ndarray, table_rows: int, capacity: int
@@ -318,19 +313,14 @@ class Packer:
         bounds = np.append(0, np.cumsum(counts))[np.append(np.arange(0, clients, group), clients)]
         for begin, end in itertools.pairwise(bounds):
             block_keys = key[begin:end]
-            self._scratch[block_keys[::-1]] = seen[begin:end][
-                ::-1
-            ]  # if a key repeats, the last write wins: its first use
+            # If a key repeats, the last write wins: its first use.
+            self._scratch[block_keys[::-1]] = seen[begin:end][::-1]
             first[begin:end] = self._scratch[block_keys]
         new = first == seen
-        if new.all():
-            rank = _counted_from(np.zeros(clients, np.int64), counts)
-            rows = _spread(flat, counts, capacity).astype(np.int32, copy=False)
-            return rows, counts.astype(np.int32), rank.astype(np.int32)
         num_rows = np.bincount(_owners(counts)[new], minlength=clients)
         rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
-        rows = _spread(flat[new], num_rows, capacity)
-        return rows.astype(np.int32, copy=False), num_rows.astype(np.int32), rank.astype(np.int32)
+        rows = _spread(flat[new].astype(np.int32), np.arange(capacity) < num_rows[:, None])
+        return rows, num_rows.astype(np.int32), rank.astype(np.int32)
 
 
 def row_capacity(ids: int, table_rows: int) -> int:
@@ -376,41 +366,16 @@ def _by_example(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
-class _PackedSide(NamedTuple):
-    """Support or query of a cohort, one example after another, without padding."""
-
-    columns: dict[str, np.ndarray]
-    counts: np.ndarray
-    length: int
-    places: np.ndarray  # (examples,) position of each in `(clients * length,)`
-
-    def flat(self, feature: str) -> np.ndarray:
-        return _by_example(self.columns[feature])
-
-    def spread(self, values: np.ndarray) -> np.ndarray:
-        """Arrange values of `(examples, ...)` as `(clients, length, ...)`, padded with zeros."""
-        return _spread(values, self.counts, self.length, self.places)
-
-    def examples(self) -> Examples:
-        columns = {name: self.spread(values) for name, values in self.columns.items()}
-        return Examples(columns, self.counts.astype(np.int32))
+def _ids_last(column: np.ndarray) -> np.ndarray:
+    """Return `(clients, examples, ...)` as `(clients, examples, ids)`."""
+    return column.reshape(*column.shape[:2], math.prod(column.shape[2:]))
 
 
-def _by_feature(side: _PackedSide, slot: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
-    slots, start = {}, 0
-    for feature in features:
-        stop = start + side.flat(feature).shape[1]
-        slots[feature] = side.spread(slot[:, start:stop].reshape(side.columns[feature].shape))
-        start = stop
-    return slots
-
-
-def _spread(values: np.ndarray, counts: np.ndarray, length: int, places: np.ndarray | None = None) -> np.ndarray:
-    """Arrange `(values, ...)`, `counts[i]` of each client i, as `(clients, length, ...)`, padded with zeros."""
-    places = _counted_from(np.arange(len(counts)) * length, counts) if places is None else places
-    laid = np.zeros((len(counts) * length, *values.shape[1:]), values.dtype)
-    laid[places] = values
-    return laid.reshape(len(counts), length, *values.shape[1:])
+def _spread(values: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Arrange `(values, ...)`, those of one client after another, as `(clients, length, ...)`, with zeros elsewhere."""
+    padded = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
+    padded[real] = values
+    return padded
 
 
 def _owners(counts: np.ndarray) -> np.ndarray:

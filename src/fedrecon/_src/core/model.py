@@ -156,6 +156,21 @@ class Model(NamedTuple):
         return () if self.state is None else self.state.local
 
 
+def shapes_of(init: Callable[[Array], Params]) -> Any:
+    """Return the shapes of parameters without computing them or starting JAX's devices.
+
+    Args:
+      init: `key -> parameters`, such as a model's `init_global`.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> from fedrecon import kit
+      >>> kit.shapes_of(fr.models.matrix_factorization(10, 2).init_global)["item_embedding"].shape
+      (10, 2)
+    """
+    return jax.eval_shape(lambda: init(jax.random.key(0)))
+
+
 def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:
     """Predict as in a training step if there is one and the model has a `predict_train`; otherwise as in use.
 

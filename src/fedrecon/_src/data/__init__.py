@@ -15,14 +15,14 @@ from fedrecon._src.data.ratings import load_titles as load_titles
 from fedrecon._src.data.ratings import unique_labels as unique_labels
 from fedrecon._src.data.sentences import PersonalText as PersonalText
 from fedrecon._src.data.sentences import Sentences as Sentences
+from fedrecon._src.data.sentences import Vocabulary as Vocabulary
 from fedrecon._src.data.sentences import input_ids as input_ids
 from fedrecon._src.data.sentences import personal_text as personal_text
 from fedrecon._src.data.sentences import prompt_columns as prompt_columns
+from fedrecon._src.data.sentences import split_text as split_text
 from fedrecon._src.data.sources import DataError as DataError
 from fedrecon._src.data.stackoverflow import prepare_stackoverflow as prepare_stackoverflow
 from fedrecon._src.data.summary import Summary as Summary
 from fedrecon._src.data.synthetic import synthetic_ratings as synthetic_ratings
 from fedrecon._src.data.synthetic import synthetic_text as synthetic_text
 from fedrecon._src.data.tables import TextOptions as TextOptions
-from fedrecon._src.data.vocabulary import Vocabulary as Vocabulary
-from fedrecon._src.data.vocabulary import split_text as split_text

@@ -68,11 +68,13 @@ class ColumnMatch(NamedTuple):
 
     Attributes:
       positions: of each column, by what it is for.
+      names: of each column, or its position in a table without a header.
       recognised: the names of those that nobody gave, and that were recognised.
       optional: what columns are for that "auto" took.
     """
 
     positions: dict[str, int]
+    names: dict[str, Column]
     recognised: dict[str, str]
     optional: tuple[str, ...]
 
@@ -103,13 +105,14 @@ def find_columns(
             options = ", ".join(f"{role}=..." for role in absent)
             header = ", ".join(name[:40] for name in table.names[:20])
             without = ", or pass rating=None if there is none" if "rating" in absent else ""
-            raise MissingColumnsError(
-                f"{table.source}: no column {names}; it has: {header}. Name it with {options}{without}", list(absent)
-            )
+            message = f"{table.source}: no column {names}; it has: {header}. Name it with {options}{without}"
+            raise MissingColumnsError(message, list(absent))
     positions = {role: search.position(role, column) for role, column in chosen.items() if column is not None}
     if search.recognised:
         logger.info("%s: %s", table.source, describe_columns(search.recognised))
-    return ColumnMatch(positions, search.recognised, tuple(role for role in positions if columns[role] == "auto"))
+    headers = {role: table.names[k] if table.names else k for role, k in positions.items()}
+    optional = tuple(role for role in positions if columns[role] == "auto")
+    return ColumnMatch(positions, headers, search.recognised, optional)
 
 
 class _Search:
@@ -149,10 +152,8 @@ class _Search:
         fits = [name for name in dict.fromkeys(self.names) if _normalize(name) in COMMON[role] and name not in taken]
         if len(fits) > 1:
             listed = " and ".join(repr(name[:40]) for name in fits[:5])
-            raise DataError(
-                f"{self.table.source}: the columns {listed} could each be the {role} column; name it with {role}=...",
-                [role],
-            )
+            advice = f"could each be the {role} column; name it with {role}=..."
+            raise DataError(f"{self.table.source}: the columns {listed} {advice}", [role])
         if fits:
             self.recognised[role] = fits[0]
         return fits[0] if fits else None
@@ -179,15 +180,12 @@ class _Search:
             raise DataError(f"{source} has no header line to find {column!r} in; give a position, as in {role}=0.")
         if isinstance(column, str) and self.names.count(column) > 1:
             positions = " and ".join(str(k) for k, name in enumerate(self.names) if name == column)
-            raise DataError(
-                f"{source} has several columns {column!r}, at {positions}: choose one by its position, as in "
-                f"{role}={self.names.index(column)}."
-            )
+            advice = f"choose one by its position, as in {role}={self.names.index(column)}"
+            raise DataError(f"{source} has several columns {column!r}, at {positions}: {advice}.")
         position = self.names.index(column) if isinstance(column, str) else column
         if not 0 <= position < self.table.width:
-            raise MissingColumnsError(
-                f"{source}: no column {position} for {role}; its first line has {self.table.width} fields", [role]
-            )
+            fields = f"its first line has {self.table.width} fields"
+            raise MissingColumnsError(f"{source}: no column {position} for {role}; {fields}", [role])
         return position
 
 
@@ -300,19 +298,6 @@ def _convert_text(role: str, column: pa.Array, valid: np.ndarray) -> Values:
 # ---- ids ----
 
 
-class Codes(NamedTuple):
-    """A column of ids: `values` are the distinct ones in ascending order, `codes` their numbers row by row."""
-
-    codes: np.ndarray
-    values: np.ndarray
-
-
-def encode_ids(ids: np.ndarray) -> Codes:
-    """Number the ids of an array."""
-    values, codes = np.unique(ids, return_inverse=True)
-    return Codes(codes.astype(np.int32), values)
-
-
 class IdColumn:
     """Collects the ids of a column, batch by batch."""
 
@@ -335,17 +320,15 @@ class IdColumn:
             array = numbers[array]
         self._parts.append(array)
 
-    def finish(self) -> Codes:
-        """Return all rows."""
-        parts, self._parts = self._parts, []
+    def finish(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of the id of every row, and the distinct ids in ascending order."""
+        codes = np.concatenate(self._parts or [np.empty(0, np.int64)])
+        self._parts.clear()
         if not self._is_text:
-            return encode_ids(np.concatenate([np.empty(0, np.int64), *parts]))
-        codes = np.concatenate(parts)
-        values = self._to_array(list(self._index))
-        order = np.argsort(values, kind="stable")
-        rank = np.empty(len(order), np.int32)
-        rank[order] = np.arange(len(order), dtype=np.int32)
-        return Codes(rank[codes], values[order])
+            values, codes = np.unique(codes, return_inverse=True)
+            return codes.astype(np.int32), values
+        values, ranks = np.unique(self._to_array(list(self._index)), return_inverse=True)
+        return ranks.astype(np.int32)[codes], values
 
     def _to_array(self, texts: list[str]) -> np.ndarray:
         if self.integers and all(map(_INTEGER.fullmatch, texts)):
@@ -356,8 +339,6 @@ class IdColumn:
         longest = max(texts, key=len, default="")
         size = len(longest) * 4 * len(texts)
         if size > MAX_ID_BYTES:
-            raise DataError(
-                f"{self.source} has {len(texts):,} different {self.role} ids, the longest of {len(longest)} characters "
-                f"({longest[:30]!r}): {size / 1e9:.1f} GB as text. Shorten the longest."
-            )
+            ids = f"{len(texts):,} different {self.role} ids, the longest of {len(longest)} characters"
+            raise DataError(f"{self.source} has {ids} ({longest[:30]!r}): {size / 1e9:.1f} GB. Shorten the longest.")
         return np.array(texts, dtype=str)

@@ -9,6 +9,7 @@ not kept are spelled, if they are not too many), counts.npy, and corpus.json.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,9 +18,8 @@ import numpy as np
 from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.display import Advance, Progress, silent
-from fedrecon._src.data.sentences import Sentences, next_word_columns
+from fedrecon._src.data.sentences import MAX_WORDS, PAD, Sentences, Vocabulary, next_word_columns, word_hash
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.data.vocabulary import MAX_WORDS, PAD, Vocabulary, word_hash
 from fedrecon._src.storage.arrays import map_array
 from fedrecon._src.storage.manifest import Format, read_folder_manifest
 
@@ -97,10 +97,8 @@ class Corpus:
         try:
             max_hashed = QUICK_BYTES if check == "quick" else None
             manifest = read_folder_manifest(folder / MANIFEST, FORMAT, *FILES, max_hashed=max_hashed)
-            tokens, begins, times, offsets, names, split_of, counts = (
-                map_array(folder / f"{name}.npy") if mapped else np.load(folder / f"{name}.npy", allow_pickle=False)
-                for name in ARRAYS
-            )
+            read = map_array if mapped else partial(np.load, allow_pickle=False)
+            tokens, begins, times, offsets, names, split_of, counts = (read(folder / f"{name}.npy") for name in ARRAYS)
             words = _words_of((folder / "words.txt").read_bytes())
             spelling_file = folder / "others.txt"
             is_mapped = mapped and spelling_file.stat().st_size > 0  # an empty file cannot be mapped
@@ -110,18 +108,9 @@ class Corpus:
             if not (sentences_fit and clients_fit):
                 raise ValueError("its arrays do not fit together")
             columns = {"begin": begins[:-1], "end": begins[1:], "time": times}
-            return cls(
-                clients=Clients(columns, offsets[:-1], offsets[1:], names),
-                tokens=tokens,
-                words=words,
-                counts=counts,
-                spellings=spellings,
-                splits=tuple(manifest["splits"]),
-                split_of=split_of,
-                train_tokens=manifest["train_tokens"],
-                source=manifest["source"],
-                skipped=manifest["skipped"],
-            )
+            clients, splits = Clients(columns, offsets[:-1], offsets[1:], names), tuple(manifest["splits"])
+            facts = {name: manifest[name] for name in ("train_tokens", "source", "skipped")}
+            return cls(clients, tokens, words, counts, spellings, splits, split_of, **facts)
         except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, SyntaxError) as problem:
             raise DataError(f"{folder} is not a complete corpus: {problem}. Prepare it again.") from problem
 
@@ -231,7 +220,7 @@ class Corpus:
         chosen = self.split(clients) if isinstance(clients, str) else clients
         check_number("max_words", max_words, least=1)
         fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
-        encoder = _Encoder(self.tokens, self.words, vocabulary, max_words)
+        encoder = _Encoder(self.tokens, self.words, vocabulary, max_words, spelled)
         if folder is not None:
             with progress("writing examples of clients", len(chosen)) as advance:
                 return Sentences.from_generator(folder, _iterate_clients(chosen, encoder, advance), **fields)
@@ -243,9 +232,6 @@ class Corpus:
                 if name not in columns:
                     columns[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
                 columns[name][start : start + len(part)] = values
-            if spelled:
-                columns.setdefault("other", np.zeros((len(rows), max_words), np.int32))
-                columns["other"][start : start + len(part)] = encoder.codes(chosen, part)
         if spelled:
             outside = columns["target"] >= vocabulary.first_oov
             codes, columns["other"][outside] = np.unique(columns["other"][outside], return_inverse=True)
@@ -268,26 +254,23 @@ def _words_of(content: bytes) -> tuple[str, ...]:
 class _Encoder:
     """Turns codes into ids of one vocabulary, many sentences at a time."""
 
-    def __init__(self, tokens: np.ndarray, words: Sequence[str], vocabulary: Vocabulary, max_words: int) -> None:
-        self.tokens, self.vocabulary, self.max_words = tokens, vocabulary, max_words
+    def __init__(
+        self, tokens: np.ndarray, words: Sequence[str], vocabulary: Vocabulary, max_words: int, spelled: bool
+    ) -> None:
+        self.tokens, self.vocabulary, self.max_words, self.spelled = tokens, vocabulary, max_words, spelled
         # the id of every code that is not negative: padding and the kept words
         self.table = np.array([PAD, *map(vocabulary.id_of, words)], np.int32)
         # words of the vocabulary that are not kept, by hash
         missing = sorted((word_hash(word), vocabulary.id_of(word)) for word in set(vocabulary.words).difference(words))
         self.hashes, self.ids = np.array(missing, np.int64).reshape(-1, 2).T
 
-    def codes(self, clients: Clients, rows: np.ndarray) -> np.ndarray:
-        """Return the codes of the sentences at these rows, (sentences, L), 0 after their ends."""
+    def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the columns of the sentences at these rows; if `spelled`, with the codes of their words as `other`."""
         begin, end = (np.asarray(clients.columns[name][rows]) for name in ("begin", "end"))
         position = np.arange(self.max_words)
         real = position < (end - begin)[:, None]
         codes = np.zeros(real.shape, np.int32)
         codes[real] = self.tokens[(begin[:, None] + position)[real]]
-        return codes
-
-    def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the columns of the sentences at these rows."""
-        codes = self.codes(clients, rows)
         lengths, is_kept = np.count_nonzero(codes, 1), codes >= 0
         vocabulary = self.vocabulary
         ids = np.zeros((len(rows), self.max_words + 1), np.int32)
@@ -297,7 +280,8 @@ class _Encoder:
         short = np.flatnonzero(lengths < self.max_words)
         ids[short, lengths[short] + 1] = vocabulary.eos
         columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
-        return columns | {"time": np.asarray(clients.columns["time"][rows])}
+        columns["time"] = np.asarray(clients.columns["time"][rows])
+        return columns | {"other": codes} if self.spelled else columns
 
     def _ids_of(self, hashes: np.ndarray) -> np.ndarray:
         """Return the ids of words that are not kept."""
@@ -311,17 +295,8 @@ class _Encoder:
 def _iterate_clients(
     clients: Clients, encoder: _Encoder, advance: Advance
 ) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
-    """Yield the name and the columns of every client, of which many are coded at a time."""
-    first = 0
-    while first < len(clients):
-        sizes = clients.ends[first : first + SENTENCES_PER_BLOCK] - clients.starts[first : first + SENTENCES_PER_BLOCK]
-        ends = np.cumsum(sizes)
-        count = max(1, int(np.searchsorted(ends, SENTENCES_PER_BLOCK, "right")))
-        last = first + count
-        block = encoder.columns(clients, rows_of(clients.starts[first:last], clients.ends[first:last]))
-        for k in range(count):
-            rows = slice(int(ends[k] - sizes[k]), int(ends[k]))
-            name = first + k if clients.names is None else str(clients.names[first + k])
-            yield name, {column: values[rows] for column, values in block.items()}
-        advance(count)
-        first = last
+    """Yield the name and the columns of every client."""
+    for k, (start, end) in enumerate(zip(clients.starts.tolist(), clients.ends.tolist(), strict=True)):
+        name = k if clients.names is None else str(clients.names[k])
+        yield name, encoder.columns(clients, np.arange(start, end))
+        advance(1)

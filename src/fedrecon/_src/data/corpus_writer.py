@@ -19,8 +19,8 @@ from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress, listed_counts, silent
 from fedrecon._src.data.corpus import FORMAT, MANIFEST, Corpus
+from fedrecon._src.data.sentences import word_hash
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.data.vocabulary import word_hash
 from fedrecon._src.storage.arrays import ArrayFile
 from fedrecon._src.storage.atomic import StorageError, atomic_folder
 from fedrecon._src.storage.manifest import write_folder_manifest
@@ -34,6 +34,7 @@ WORDS_IN_MEMORY = 1 << 22
 CHARACTERS_PER_WORD = 8  # at most so many characters of `words_in_memory` are in memory, however long words are
 FRACTIONS = (0.8, 0.1, 0.1)
 SPLITS = ("train", "valid", "test")
+ADD_WORD = "INSERT INTO words VALUES (?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
 
 
 class CorpusOptions(TypedDict, total=False):
@@ -119,48 +120,33 @@ def prepare_corpus(
     """
     lock = Path(folder).with_name(f".{Path(folder).name}.lock")
     with file_lock(lock, str(folder)), atomic_folder(folder) as temporary:
-        with _PostStore(temporary / "posts.sqlite", settings.max_sentences) as store:
+        with _PostStore(temporary / "posts.sqlite", settings) as store:
             for post in posts:
                 store.add(post)
-            facts = {
-                "source": source,
-                "splits": list(settings.splits),
-                **_write_arrays(store, temporary, settings, source, skipped, progress),
-            }
-        write_folder_manifest(temporary / MANIFEST, FORMAT, facts)
+            clients = sorted(store.sizes)
+            if not clients:
+                reasons = listed_counts(skipped)
+                raise DataError(f"{source} has no sentences{f' left after leaving out {reasons}' if reasons else ''}.")
+            split_of = _divide(clients, settings)
+            if not (split_of == 0).any():
+                none = f"none of its {len(clients)} clients is in {settings.splits[0]}"
+                raise DataError(f"{source}: {none}: no words to count.")
+            is_train = dict(zip(clients, (split_of == 0).tolist(), strict=True))
+            train_words = store.count_words(is_train, progress)
+            words = store.most_used(settings.kept_words) if settings.words is None else settings.words
+            words = words[: settings.kept_words]
+            rank = {word: k for k, word in enumerate(words, 1)}
+            _write_sentences(store, temporary, rank, progress)
+            _write_words(temporary / "words.txt", words)
+            _write_words(temporary / "others.txt", (word for word in store.all_words() if word not in rank))
+            np.save(temporary / "counts.npy", store.counts(words))
+        np.save(temporary / "offsets.npy", np.cumsum([0, *(store.sizes[client] for client in clients)]))
+        np.save(temporary / "names.npy", _names(clients), allow_pickle=False)
+        np.save(temporary / "split.npy", split_of)
+        skipped["sentences_over_maximum"] = store.over
+        facts = {"source": source, "splits": list(settings.splits), "train_tokens": train_words}
+        write_folder_manifest(temporary / MANIFEST, FORMAT, {**facts, "skipped": dict(skipped)})
     return Corpus.open(folder)
-
-
-def _write_arrays(
-    store: "_PostStore",
-    temporary: Path,
-    settings: CorpusSettings,
-    source: str,
-    skipped: MutableMapping[str, int],
-    progress: Progress,
-) -> dict[str, Any]:
-    """Write all files of a corpus but its manifest, and return what the manifest says about them."""
-    if not store.sizes:
-        reasons = listed_counts(skipped)
-        raise DataError(f"{source} has no sentences{f' left after leaving out {reasons}' if reasons else ''}.")
-    clients = sorted(store.sizes)
-    split_of = _divide(clients, settings)
-    if not (split_of == 0).any():
-        raise DataError(f"{source}: none of its {len(clients)} clients is in {settings.splits[0]}: no words to count.")
-    batch_size = settings.words_in_memory * CHARACTERS_PER_WORD
-    is_train = dict(zip(clients, (split_of == 0).tolist(), strict=True))
-    train_words = store.count_words(is_train, batch_size, progress)
-    words = store.most_used(settings.kept_words) if settings.words is None else settings.words[: settings.kept_words]
-    rank = {word: k for k, word in enumerate(words, 1)}
-    _write_sentences(store, temporary, rank, batch_size, progress)
-    _write_words(temporary / "words.txt", words)
-    _write_words(temporary / "others.txt", (word for word in store.all_words(MOST_SPELLED) if word not in rank))
-    np.save(temporary / "counts.npy", store.counts(words))
-    np.save(temporary / "offsets.npy", np.cumsum([0, *(store.sizes[client] for client in clients)]))
-    np.save(temporary / "names.npy", _names(clients), allow_pickle=False)
-    np.save(temporary / "split.npy", split_of)
-    skipped["sentences_over_maximum"] = store.over
-    return {"train_tokens": train_words, "skipped": dict(skipped)}
 
 
 class _PostStore:
@@ -170,8 +156,9 @@ class _PostStore:
     in /var/tmp.
     """
 
-    def __init__(self, path: Path, max_sentences: int) -> None:
-        self.path, self.max_sentences = path, max_sentences
+    def __init__(self, path: Path, settings: CorpusSettings) -> None:
+        self.path, self.max_sentences = path, settings.max_sentences
+        self.batch_size = settings.words_in_memory * CHARACTERS_PER_WORD
         self.sizes: Counter[str] = Counter()  # sentences of each client
         self.over = self.num_posts = 0  # sentences that were not stored, and posts that were
         self.database = sqlite3.connect(path, isolation_level=None)
@@ -205,36 +192,31 @@ class _PostStore:
             text = "\n".join(map(" ".join, sentences))
             self._run("INSERT INTO posts VALUES (?, ?, ?)", (client, post.time, text))
 
-    def batches(self, order: str, batch_size: int) -> Iterator[list[tuple[str, float, str]]]:
+    def batches(self, order: str) -> Iterator[list[tuple[str, float, str]]]:
         """Yield client, time and sentences of all posts, about as many characters at a time."""
         batch, size = [], 0
         for row in self._run(f"SELECT client, time, sentences FROM posts ORDER BY {order}"):
             batch.append(row)
             size += len(row[2])
-            if size >= batch_size:
+            if size >= self.batch_size:
                 yield batch
                 batch, size = [], 0
         yield batch
 
-    def count_words(self, is_train: Mapping[str, bool], batch_size: int, progress: Progress) -> int:
+    def count_words(self, is_train: Mapping[str, bool], progress: Progress) -> int:
         """Count how often training clients use each word; return how many words they have in all.
 
         Words that only other clients use are counted zero times.
         """
         total = 0
         with progress("counting words", self.num_posts) as advance:
-            for batch in self.batches("rowid", batch_size):
+            for batch in self.batches("rowid"):
                 counts: Counter[str] = Counter()
                 for client, _, text in batch:
-                    if is_train[client]:
-                        counts.update(text.split())
-                    else:
-                        counts.update(dict.fromkeys(text.split(), 0))
+                    words = text.split()
+                    counts.update(words if is_train[client] else dict.fromkeys(words, 0))
                 for entry in sorted(counts.items()):
-                    self._run(
-                        "INSERT INTO words VALUES (?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count",
-                        entry,
-                    )
+                    self._run(ADD_WORD, entry)
                 total += counts.total()
                 advance(len(batch))
         return total
@@ -244,10 +226,10 @@ class _PostStore:
         query = "SELECT word FROM words WHERE count > 0 ORDER BY count DESC, word LIMIT ?"
         return [word for (word,) in self._run(query, (most,))]
 
-    def all_words(self, most: int) -> Iterator[str]:
-        """Yield the words of all clients in alphabetical order, or none if they are more than `most`."""
+    def all_words(self) -> Iterator[str]:
+        """Yield the words of all clients in alphabetical order, or none if they are too many."""
         (number,) = self._run("SELECT COUNT(*) FROM words").fetchone()
-        if number <= most:
+        if number <= MOST_SPELLED:
             yield from (word for (word,) in self._run("SELECT word FROM words ORDER BY word"))
 
     def counts(self, words: Sequence[str]) -> np.ndarray:
@@ -281,9 +263,7 @@ def _write_words(path: Path, words: Iterable[str]) -> None:
         file.writelines(f"{word}\n" for word in words)
 
 
-def _write_sentences(
-    store: _PostStore, folder: Path, rank: Mapping[str, int], batch_size: int, progress: Progress
-) -> None:
+def _write_sentences(store: _PostStore, folder: Path, rank: Mapping[str, int], progress: Progress) -> None:
     """Write the codes of all sentences, where each begins, and its time."""
     done = 0
     with (
@@ -293,7 +273,7 @@ def _write_sentences(
         progress("writing posts", store.num_posts) as advance,
     ):
         begins.append(np.zeros(1, np.int64))
-        for batch in store.batches("client, time, rowid", batch_size):
+        for batch in store.batches("client, time, rowid"):
             codes, lengths, when = array("i"), array("q"), array("d")
             for _, time, text in batch:
                 for sentence in map(str.split, text.split("\n")):

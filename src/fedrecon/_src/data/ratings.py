@@ -14,7 +14,6 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import listed_counts
 from fedrecon._src.data.columns import (
     LONGEST_ID,
-    Codes,
     Column,
     ColumnMatch,
     IdColumn,
@@ -66,7 +65,7 @@ class Ratings(Clients):
 
     def describe(self) -> Summary:
         """Return what these ratings look like: how many, on which scale, how dense, what was left out."""
-        return summarize(self.columns["rating"], self.starts, self.ends, self.num_items, self.skipped, self.recognised)
+        return summarize(self)
 
 
 class RatingLimits(NamedTuple):
@@ -185,16 +184,15 @@ def load_ratings(
     errors = RowErrors(bad_rows)
     with open_table(source, **text) as table:
         rows = read_rows(table, columns, errors, schema)
-        return collect_ratings(rows, table.source, duplicates, min_ratings, schema.item_ids, at_least=at_least)
+        return collect_ratings(rows, table.source, duplicates, min_ratings, schema.item_ids, at_least)
 
 
 class RatingTable(NamedTuple):
-    """Ratings row by row, as read."""
+    """Ratings row by row, as read: `columns` numbers users and items, and `users` and `items` are their ids."""
 
-    user: Codes
-    item: Codes
-    rating: np.ndarray
-    time: np.ndarray | None = None
+    columns: dict[str, np.ndarray]
+    users: np.ndarray
+    items: np.ndarray
     bad_rows: int = 0
     recognised: Mapping[str, str] = MappingProxyType({})
 
@@ -208,36 +206,35 @@ def read_rows(
     rating, time = [np.empty(0, np.float32)], [np.empty(0, np.int64)]
     done = 0
     for batch in table.batches(match.positions, KINDS, errors):
-        values, valid = _check_batch(table, match, batch, schema.rating_limits)
+        values, valid = _check_batch(table.source, match, batch, schema.rating_limits)
         if batch.reread is not None and not valid.all():
             batch = batch.reread()
-            values, valid = _check_batch(table, match, batch, schema.rating_limits)
+            values, valid = _check_batch(table.source, match, batch, schema.rating_limits)
         if not valid.all():
             row = int(np.argmin(valid))
-            problem, fields = _describe_error(table, match, batch, row, schema.rating_limits)
+            problem, fields = _describe_error(match, batch, row, schema.rating_limits)
             errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()), fields)
         rows = np.flatnonzero(valid)
         user.add(values["user"], rows)
         item.add(values["item"], rows)
-        rating.append(
-            values["rating"].array[rows].astype(np.float32) if "rating" in values else np.ones(len(rows), "f4")
-        )
+        rating.append(values["rating"].array[rows].astype("f4") if "rating" in values else np.ones(len(rows), "f4"))
         if "time" in values:
             time.append(values["time"].array[rows])
         done += len(valid)
-    times = _concatenate(time) if "time" in match.positions else None
-    bad_rows = errors.skipped["bad_rows"]
-    return RatingTable(user.finish(), item.finish(), _concatenate(rating), times, bad_rows, match.recognised)
+    arrays = {"rating": _concatenate(rating)}
+    if "time" in match.positions:
+        arrays["time"] = _concatenate(time)
+    arrays["user"], users = user.finish()
+    arrays["item"], items = item.finish()
+    return RatingTable(arrays, users, items, errors.skipped["bad_rows"], match.recognised)
 
 
 def _check_batch(
-    table: Table, match: ColumnMatch, batch: Batch, rating_limits: RatingLimits | None
+    source: str, match: ColumnMatch, batch: Batch, rating_limits: RatingLimits | None
 ) -> tuple[dict[str, Values], np.ndarray]:
     """Convert the columns of a batch, and tell which rows are valid."""
-    values = {
-        role: convert_column(role, _column_name(table, match, role), column, table.source)
-        for role, column in batch.columns.items()
-    }
+    columns = batch.columns.items()
+    values = {role: convert_column(role, match.names[role], column, source) for role, column in columns}
     valid = np.logical_and.reduce([value.valid for value in values.values()])
     if rating_limits is not None and "rating" in values:
         with np.errstate(over="ignore"):
@@ -245,17 +242,12 @@ def _check_batch(
     return values, valid
 
 
-def _column_name(table: Table, match: ColumnMatch, role: str) -> str | int:
-    position = match.positions[role]
-    return position if table.names is None else table.names[position]
-
-
 def _describe_error(
-    table: Table, match: ColumnMatch, batch: Batch, row: int, rating_limits: RatingLimits | None
+    match: ColumnMatch, batch: Batch, row: int, rating_limits: RatingLimits | None
 ) -> tuple[str, list[str]]:
     """Describe what is wrong with a row, and name the arguments that may help."""
     for role, column in batch.columns.items():
-        value, name = column[row].as_py(), _column_name(table, match, role)
+        value, name = column[row].as_py(), match.names[role]
         try:
             if role in ("user", "item"):
                 check_id(role, value)
@@ -286,75 +278,52 @@ def collect_ratings(
     duplicates: Duplicates = "last",
     min_ratings: int = 1,
     item_ids: np.ndarray | Sequence[Any] | None = None,
-    titles: Mapping[str, str] | None = None,
     at_least: float | None = None,
 ) -> Ratings:
-    """Group rows by user, number the items, and leave out what the options of `load_ratings` say.
-
-    `titles` has titles by item id, as text; items without one are called by their id.
-    """
+    """Group rows by user, number the items, and leave out what the options of `load_ratings` say."""
+    columns, items = dict(rows.columns), rows.items
     skipped = {"bad_rows": rows.bad_rows, "unknown_items": 0}
+
+    def leave_out(reason: str, mask: np.ndarray) -> None:
+        nonlocal columns
+        skipped[reason] = int(mask.sum())
+        if skipped[reason]:
+            columns = {name: values[~mask] for name, values in columns.items()}
+
     if item_ids is not None:
-        is_item = (_find_ids(np.asarray(item_ids), rows.item.values) >= 0)[rows.item.codes]
-        skipped["unknown_items"] = int((~is_item).sum())
-        rows = _take_rows(rows, is_item)
-    before = len(rows.rating)
-    rows = _drop_duplicates(rows, source, duplicates)
-    skipped["duplicates"] = before - len(rows.rating)
+        items = np.asarray(item_ids)
+        columns["item"] = _find_ids(items, rows.items)[columns["item"]]
+        leave_out("unknown_items", columns["item"] < 0)
+    before = len(columns["rating"])
+    columns = _drop_duplicates(columns, rows.users, items, source, duplicates)
+    skipped["duplicates"] = before - len(columns["rating"])
     if at_least is not None:
-        high = rows.rating >= at_least
-        skipped["low_ratings"] = int((~high).sum())
-        rows = _take_rows(rows, high)
-    sizes = np.bincount(rows.user.codes, minlength=len(rows.user.values))
+        leave_out("low_ratings", ~(columns["rating"] >= at_least))
+    sizes = np.bincount(columns["user"], minlength=len(rows.users))
+    leave_out("users_below_minimum", (sizes < min_ratings)[columns["user"]])
     skipped["users_below_minimum"] = int(((sizes > 0) & (sizes < min_ratings)).sum())
-    rows = _take_rows(rows, (sizes >= min_ratings)[rows.user.codes])
-    if not len(rows.rating):
+    if not len(columns["rating"]):
         reasons = listed_counts(skipped)
         raise DataError(f"{source} has no ratings{f' left after leaving out {reasons}' if reasons else ''}.")
     if item_ids is None:
-        rows = rows._replace(item=_drop_unused(rows.item))
-        vocabulary, item = rows.item.values, rows.item.codes
-    else:
-        vocabulary = np.asarray(item_ids)
-        item = _find_ids(vocabulary, rows.item.values)[rows.item.codes]
-    columns = {"item": item.astype(np.int32, copy=False), "rating": rows.rating.astype(np.float32, copy=False)}
-    if rows.time is not None:
-        columns["time"] = rows.time.astype(np.int64, copy=False)
-    user, recognised = _drop_unused(rows.user), rows.recognised
-    del rows, item  # so that ordering need not hold all columns twice
-    texts = None if titles is None else np.array([titles.get(str(k), str(k)) for k in vocabulary.tolist()], dtype=str)
-    return _group(columns, user, item_ids=vocabulary, titles=texts, skipped=skipped, recognised=dict(recognised))
-
-
-def _group(columns: dict[str, np.ndarray], user: Codes, **fields: Any) -> Ratings:
-    """Group the rows by user, in their original order."""
-    if (user.codes[1:] < user.codes[:-1]).any():
-        order = np.argsort(user.codes, kind="stable")
-        for name in columns:
+        columns["item"], items = _drop_unused(columns["item"], items)
+    user, users = _drop_unused(columns.pop("user"), rows.users)
+    if (user[1:] < user[:-1]).any():
+        order = np.argsort(user, kind="stable")
+        for name in columns:  # one by one, so that not all are in memory twice
             columns[name] = columns[name][order]
-    sizes = np.bincount(user.codes, minlength=len(user.values))
+    sizes = np.bincount(user, minlength=len(users))
     ends = np.cumsum(sizes)
-    return Ratings(columns=columns, starts=ends - sizes, ends=ends, names=user.values, **fields)
+    kinds = {"item": np.int32, "rating": np.float32, "time": np.int64}
+    columns = {name: columns[name].astype(kind, copy=False) for name, kind in kinds.items() if name in columns}
+    fields: dict[str, Any] = {"item_ids": items, "skipped": skipped, "recognised": dict(rows.recognised)}
+    return Ratings(columns=columns, starts=ends - sizes, ends=ends, names=users, **fields)
 
 
-def _drop_unused(ids: Codes) -> Codes:
+def _drop_unused(codes: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number only the ids that still occur."""
-    used = np.bincount(ids.codes, minlength=len(ids.values)) > 0
-    if used.all():
-        return ids
-    return Codes((np.cumsum(used, dtype=np.int32) - 1)[ids.codes], ids.values[used])
-
-
-def _take_rows(rows: RatingTable, index: np.ndarray) -> RatingTable:
-    """Return these rows (a mask or indices) of all columns."""
-    if index.dtype == bool and index.all():
-        return rows
-    return rows._replace(
-        user=rows.user._replace(codes=rows.user.codes[index]),
-        item=rows.item._replace(codes=rows.item.codes[index]),
-        rating=rows.rating[index],
-        time=None if rows.time is None else rows.time[index],
-    )
+    used = np.bincount(codes, minlength=len(ids)) > 0
+    return (codes, ids) if used.all() else ((np.cumsum(used, dtype=np.int32) - 1)[codes], ids[used])
 
 
 def _find_ids(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -371,33 +340,31 @@ def _find_ids(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.where(ordered[index] == ids, order[index], -1)
 
 
-def _drop_duplicates(rows: RatingTable, source: str, duplicates: Duplicates) -> RatingTable:
+def _drop_duplicates(
+    columns: dict[str, np.ndarray], users: np.ndarray, items: np.ndarray, source: str, duplicates: Duplicates
+) -> dict[str, np.ndarray]:
     """Keep one row per user and item, in the order of the file."""
-    pair = rows.user.codes * np.int64(len(rows.item.values)) + rows.item.codes
-    pair.sort()  # in place: nearly always there are none, and memory counts
-    if not (pair[1:] == pair[:-1]).any():
-        return rows
-    pair = rows.user.codes * np.int64(len(rows.item.values)) + rows.item.codes
+    pair = columns["user"] * np.int64(len(items)) + columns["item"]
+    ordered = np.sort(pair)
+    if not (ordered[1:] == ordered[:-1]).any():  # as nearly always: what follows is slow
+        return columns
     order = np.argsort(pair, kind="stable")  # rows of a pair together, in file order
     first = np.append(True, np.diff(pair[order]) != 0)
     if duplicates == "error":
         row = order[~first].min()
-        user, item = (ids.values[ids.codes[row]] for ids in (rows.user, rows.item))
-        raise DataError(
-            f"{source}: user {user} rates item {item} more than once. "
-            "Choose which rating counts with duplicates=...: last, first, mean or sum.",
-            ["duplicates"],
-        )
+        user, item = users[columns["user"][row]], items[columns["item"][row]]
+        advice = "Choose which rating counts with duplicates=...: last, first, mean or sum."
+        raise DataError(f"{source}: user {user} rates item {item} more than once. {advice}", ["duplicates"])
     if duplicates in ("mean", "sum"):
         starts = np.flatnonzero(first)
-        whole = np.add.reduceat(rows.rating[order].astype(np.float64), starts)
+        whole = np.add.reduceat(columns["rating"][order].astype(np.float64), starts)
         if duplicates == "mean":
             whole /= np.diff(starts, append=len(order))
         rating = np.empty(len(order))
         rating[order] = whole[np.cumsum(first) - 1]
-        rows = rows._replace(rating=rating)
-    chosen = first if duplicates == "first" else np.append(first[1:], True)
-    return _take_rows(rows, np.sort(order[chosen]))
+        columns = {**columns, "rating": rating}
+    chosen = np.sort(order[first if duplicates == "first" else np.append(first[1:], True)])
+    return {name: values[chosen] for name, values in columns.items()}
 
 
 # ---- titles: a table of ids and titles, and labels that tell items with the same title apart ----

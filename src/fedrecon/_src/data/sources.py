@@ -8,17 +8,15 @@ import contextlib
 import gzip
 import io
 import logging
-import lzma
 import math
 import os
-import struct
 import sys
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -42,23 +40,6 @@ ALWAYS_ALLOWED = 1 << 26
 
 # Python codecs that are not for the text of a file.
 NOT_FOR_FILES = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")
-
-# What the readers of compressed formats raise where the data is damaged, encrypted or of a kind they do not know.
-UNPACKING = (
-    EOFError,
-    IndexError,
-    KeyError,
-    lzma.LZMAError,
-    NotImplementedError,
-    OSError,
-    OverflowError,
-    RuntimeError,
-    struct.error,
-    ValueError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +139,7 @@ class Reader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self.file.read1(len(buffer))
-        except UNPACKING as problem:
+        except Exception as problem:  # of a dozen types where compressed data is damaged or encrypted
             if self.packed is None:
                 raise DataError(f"cannot read {self.source}: {problem}") from None
             raise UnpackingError(f"{self.source} is damaged or cut off: {problem}") from None
@@ -166,16 +147,11 @@ class Reader(io.RawIOBase):
         self.done += len(data)
         if self.on_read is not None:
             self.on_read(len(data))
-        if self.packed is not None:
-            self._check_expansion(self.packed.done if isinstance(self.packed, Reader) else self.packed)
+        packed = self.packed.done if isinstance(self.packed, Reader) else self.packed
+        if packed is not None and self.done > max(ALWAYS_ALLOWED, MAX_EXPANSION * packed):
+            advice = "If you trust it, unpack it yourself and give the unpacked file."
+            raise DataError(f"{self.source} unpacks to more than {MAX_EXPANSION} times its size. {advice}")
         return len(data)
-
-    def _check_expansion(self, packed: int) -> None:
-        if self.done > ALWAYS_ALLOWED and self.done > MAX_EXPANSION * packed:
-            raise DataError(
-                f"{self.source} unpacks to more than {MAX_EXPANSION} times its size, which no real data does. "
-                "If you trust it, unpack it yourself and give the unpacked file."
-            )
 
 
 @contextmanager
@@ -191,7 +167,7 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes] | None]:
             archive = stack.enter_context(zipfile.ZipFile(path))
             entries = (entry for entry in archive.infolist() if entry.filename.rsplit("/", 1)[-1] == name)
             file = stack.enter_context(archive.open(entry)) if (entry := next(entries, None)) else None
-        except UNPACKING as problem:
+        except Exception as problem:
             raise UnpackingError(f"{path} cannot be unpacked: {problem}. Get it again or unpack it.") from None
         source = f"{path}: {name}"
         yield file and io.BufferedReader(Reader(file, source, path.stat().st_size), BUFFER)
@@ -267,10 +243,8 @@ def cache_folder() -> Path:
     """Return $FEDRECON_CACHE, $XDG_CACHE_HOME/fedrecon or ~/.cache/fedrecon; it need not exist yet."""
     if folder := os.environ.get("FEDRECON_CACHE"):
         return Path(folder)
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "fedrecon"
     try:
-        return Path.home() / ".cache" / "fedrecon"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedrecon"
     except RuntimeError:  # the system does not know the user
         raise DataError("there is no home folder to keep prepared data in; set FEDRECON_CACHE to a folder") from None
 
@@ -288,11 +262,8 @@ def make_once(target: Path, make: Callable[[], object]) -> Path:
     """Make a file or folder unless it is there; of several processes that want it, one makes it and the others wait."""
     if not target.exists():
         lock = target.with_name(f".{target.name}.waiting.lock")
-        with write_errors(target), file_lock(lock, str(target), wait=math.inf, on_wait=_report_wait):
+        report = partial(logger.warning, "waiting for %s, which is making the same file")
+        with write_errors(target), file_lock(lock, str(target), wait=math.inf, on_wait=report):
             if not target.exists():
                 make()
     return target
-
-
-def _report_wait(holder: str) -> None:
-    logger.warning("waiting for %s, which is making the same file", holder)

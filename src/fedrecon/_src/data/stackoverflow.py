@@ -39,6 +39,7 @@ from fedrecon._src.data.sources import (
     read_text,
     since_1970,
 )
+from fedrecon._src.storage.atomic import atomic_file
 
 SPLITS = ("train", "heldout", "test")
 COMPRESSED = (".lzma", ".xz")
@@ -136,29 +137,21 @@ def _unpack_once(path: Path, unpack: bool, progress: Progress) -> Path:
         return path
     target = path.with_suffix("")
     if not unpack and not target.is_file():
-        raise DataError(
-            f"{path} is compressed. Unpack it to {target.name} first (xz --decompress --keep --format=auto), or "
-            "give unpack=True; the database takes several times the space.",
-            ["unpack"],
-        )
+        advice = "(xz --decompress --keep --format=auto), or give unpack=True; it takes several times the space"
+        raise DataError(f"{path} is compressed. Unpack it to {target.name} first {advice}.", ["unpack"])
     return make_once(target, lambda: _unpack(path, target, progress))
 
 
 def _unpack(path: Path, target: Path, progress: Progress) -> None:
     """Unpack a file, which appears under its name when it is complete."""
-    temporary = target.with_name(f".{target.name}.partial")
-    try:
-        with (
-            progress(f"unpacking {path.name} (kB)", path.stat().st_size >> 10) as advance,
-            path.open("rb") as raw,
-            temporary.open("wb") as file,
-        ):
-            packed = Reader(raw, str(path), on_read=lambda done: advance(done >> 10))
-            with lzma.open(io.BufferedReader(packed)) as unpacked:
-                shutil.copyfileobj(Reader(unpacked, str(path), packed), file, CHUNK)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        progress(f"unpacking {path.name} (kB)", path.stat().st_size >> 10) as advance,
+        path.open("rb") as raw,
+        atomic_file(target) as file,
+    ):
+        packed = Reader(raw, str(path), on_read=lambda done: advance(done >> 10))
+        with lzma.open(io.BufferedReader(packed)) as unpacked:
+            shutil.copyfileobj(Reader(unpacked, str(path), packed), file, CHUNK)
 
 
 @contextmanager
@@ -180,15 +173,12 @@ def _connect(path: Path) -> Iterator[sqlite3.Connection]:
 
 def _check_table(connection: sqlite3.Connection, path: Path, table: str) -> None:
     """Refuse anything of this name that is not a plain table."""
-    query = "SELECT type, sql FROM sqlite_master WHERE name = ?"
-    entries = connection.execute(query, (table,)).fetchall()
+    entries = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = ?", (table,))
     kinds = [str(kind) if "virtual" not in str(sql)[:20].lower() else "virtual table" for kind, sql in entries]
-    plain = kinds in ([], ["table"])
-    computed = (
-        [row[1] for row in connection.execute(f"PRAGMA table_xinfo({table})") if row[6] in (2, 3)] if plain else []
-    )
-    if not plain or computed:
-        raise DataError(f"{path}: {table} must be a table without computed columns (got {[*kinds, *computed]}).")
+    if kinds in ([], ["table"]):
+        kinds = [f"column {row[1]}" for row in connection.execute(f"PRAGMA table_xinfo({table})") if row[6] in (2, 3)]
+    if kinds:
+        raise DataError(f"{path}: {table} must be a table without computed columns (got {kinds}).")
 
 
 def _draw_clients(connection: sqlite3.Connection, numbers: Mapping[str, int], seed: int) -> list[tuple[str, str]]:

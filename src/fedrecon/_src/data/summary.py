@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedrecon._src.core.clients import rows_of
 from fedrecon._src.core.display import listed_counts, readable
 from fedrecon._src.data.columns import describe_columns
+
+if TYPE_CHECKING:
+    from fedrecon._src.data.ratings import Ratings
 
 COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above
 USERS_PER_BLOCK = 1 << 13  # whose ratings are in memory at a time
@@ -79,43 +82,35 @@ class Summary:
         return " ".join(filter(None, (text, describe_columns(self.recognised))))
 
 
-def summarize(
-    rating: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    num_items: int,
-    skipped: Mapping[str, int],
-    recognised: Mapping[str, str],
-) -> Summary:
-    """Describe the ratings in ranges of rows, those of some users in memory at a time."""
-    blocks = partial(_blocks, rating, starts, ends)
-    count = int((ends - starts).sum())
-    sums = [(v.min(), v.max(), v.sum(), (v == np.rint(v)).all()) for v in blocks()] or [(np.nan, np.nan, np.nan, True)]
-    least, greatest, total, whole = map(np.array, zip(*sums, strict=True))
+def summarize(ratings: "Ratings") -> Summary:
+    """Describe ratings, those of some users in memory at a time."""
+    users, count = len(ratings), ratings.num_examples
+    sums = [(v.min(), v.max(), v.sum(), (v == np.rint(v)).all()) for v in _blocks(ratings)]
+    least, greatest, total, whole = map(np.array, zip(*sums or [(np.nan, np.nan, np.nan, True)], strict=True))
     mean = total.sum() / max(1, count)
-    moments = [(((v - mean) ** 2).sum(), ((v - mean) ** 3).sum()) for v in blocks()] or [(np.nan, np.nan)]
+    moments = [(((v - mean) ** 2).sum(), ((v - mean) ** 3).sum()) for v in _blocks(ratings)] or [(np.nan, np.nan)]
     second, third = np.sum(moments, 0) / max(1, count)
     deviation = float(np.sqrt(second))
     return Summary(
-        users=len(starts),
-        items=num_items,
+        users=users,
+        items=ratings.num_items,
         ratings=count,
         least=float(least.min()),
         greatest=float(greatest.max()),
         mean=float(mean),
         deviation=deviation,
         skewness=0.0 if deviation == 0 else float(third / deviation**3),
-        density=count / max(1, len(starts) * num_items),
+        density=count / max(1, users * ratings.num_items),
         whole=bool(whole.all()),
-        skipped=dict(skipped),
-        recognised=dict(recognised),
+        skipped=dict(ratings.skipped),
+        recognised=dict(ratings.recognised),
     )
 
 
-def _blocks(rating: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
+def _blocks(ratings: "Ratings") -> Iterator[np.ndarray]:
     """Yield the ratings of some users at a time."""
-    for first in range(0, len(starts), USERS_PER_BLOCK):
+    for first in range(0, len(ratings), USERS_PER_BLOCK):
         users = slice(first, first + USERS_PER_BLOCK)
-        values = np.asarray(rating[rows_of(starts[users], ends[users])], np.float64)
+        values = ratings.columns["rating"][rows_of(ratings.starts[users], ratings.ends[users])]
         if len(values):
-            yield values
+            yield np.asarray(values, np.float64)

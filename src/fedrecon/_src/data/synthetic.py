@@ -56,18 +56,9 @@ def synthetic_ratings(
     item = _choose_items(rng, sizes, rng.permutation(popularity))
     user = np.repeat(np.arange(num_users), sizes)
     ends = np.cumsum(sizes)
-    columns = {
-        "item": item,
-        "rating": _stars(rng, user, item, num_users, num_items, dim, noise),
-        "time": _times(rng, sizes),
-    }
-    return Ratings(
-        columns=columns,
-        starts=ends - sizes,
-        ends=ends,
-        names=np.arange(num_users),
-        item_ids=np.arange(num_items),
-    )
+    rating = _stars(rng, user, item, (num_users, num_items, dim), noise)
+    columns = {"item": item, "rating": rating, "time": _times(rng, sizes)}
+    return Ratings(columns, ends - sizes, ends, np.arange(num_users), item_ids=np.arange(num_items))
 
 
 def _sizes(rng: np.random.Generator, num_users: int, num_items: int, mean: float) -> np.ndarray:
@@ -95,15 +86,10 @@ def _choose_items(rng: np.random.Generator, sizes: np.ndarray, popularity: np.nd
 
 
 def _stars(
-    rng: np.random.Generator,
-    user: np.ndarray,
-    item: np.ndarray,
-    num_users: int,
-    num_items: int,
-    dim: int,
-    noise: float,
+    rng: np.random.Generator, user: np.ndarray, item: np.ndarray, sizes: tuple[int, int, int], noise: float
 ) -> np.ndarray:
     """Rate: a mean, a bias of user and item, a product of factors with variance 1/4, and noise."""
+    num_users, num_items, dim = sizes
     users = rng.normal(size=(num_users, dim)).astype(np.float32)
     items = rng.normal(scale=0.5 / np.sqrt(dim), size=(num_items, dim)).astype(np.float32)
     score = 3.6 + rng.normal(scale=0.4, size=num_users)[user] + rng.normal(scale=0.4, size=num_items)[item]

@@ -7,9 +7,10 @@ and can read what pyarrow cannot: rows of different lengths, and quoted fields w
 
 import csv
 import io
+import itertools
 import json
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -175,25 +176,6 @@ def is_text(kind: pa.DataType) -> bool:
 # ---- text ----
 
 
-class _Chunks:
-    """A text in chunks of whole lines, which knows the number of the line that comes next."""
-
-    def __init__(self, chunks: Iterable[str]) -> None:
-        self._chunks, self._first, self.line = iter(chunks), "", 1
-        self.convert: Callable[[str], str] = str
-
-    def take(self) -> str:
-        """Return the next chunk; "" if there is none."""
-        chunk, self._first = self._first or self.convert(next(self._chunks, "")), ""
-        self.line += chunk.count("\n")
-        return chunk
-
-    def give_back(self, chunk: str) -> None:
-        """Return the end of the chunk that was just taken."""
-        self._first = chunk
-        self.line -= chunk.count("\n")
-
-
 class TextTable:
     """A table of text. Its first line that is not blank tells the delimiter, and whether it is a header."""
 
@@ -212,45 +194,64 @@ class TextTable:
             raise DataError(f"`delimiter` must be neither quotes nor line ends (got {delimiter!r}).")
         check_number("skip_lines", skip_lines)
         self.source, self.typed = source, False
-        self._chunks = _Chunks(read_text(stream, source, encoding))
-        chunk = self._skip_lines(skip_lines)
-        while chunk and chunk.isspace():
-            chunk = self._chunks.take()
-        if not chunk:
-            raise DataError(f"{source} is empty; expected one row per line.")
-        chunk = chunk[re.match(r"(?:[^\S\n]*\n)*", chunk).end() :]  # type: ignore[union-attr]
-        first = chunk[: chunk.index("\n")]
+        self._chunks, self._rest, self._line = read_text(stream, source, encoding), io.StringIO(), 1
+        self._convert: Callable[[str], str] = str
+        self._begin_data(skip_lines)
+        line = self._take_line()
+        first = line[:-1]
         if _is_json_object(first):
             raise JsonLinesError(f"{source} holds JSON objects; expected rows of user, item and rating")
         self._set_delimiter(delimiter or _find_delimiter(first, source), quoting)
-        chunk = self._chunks.convert(chunk)
-        fields = self._split(chunk[: chunk.index("\n")])
+        fields = self._split(self._convert(first))
         if not any(fields):
-            number = self._chunks.line - chunk.count("\n")
+            number = self._line - 1
             raise DataError(f"{source} line {number} has only empty fields; expected the names of columns, or values.")
         if header is None:
             header = not any(map(_is_number, fields))
         self.names, self.width = fields if header else None, len(fields)
-        rest = chunk[chunk.index("\n") + 1 :] if header else chunk
-        self._chunks.give_back(rest)
+        rest = ("" if header else line) + self._rest.read()
+        self._give_back(rest, lines=0 if header else 1)
         lines = rest[:SAMPLE_CHARACTERS].split("\n")[: SAMPLE_ROWS + 1][:-1]
-        self._sample = [self._split(line) for line in lines if line.strip()]
+        self._sample = [self._split(self._convert(line)) for line in lines if line.strip()]
 
-    def _skip_lines(self, count: int) -> str:
-        """Return what follows the first lines of the text."""
-        chunk = self._chunks.take()
-        while count and chunk:
-            lines = chunk.split("\n", count)
-            count -= len(lines) - 1
-            chunk = lines[-1] or self._chunks.take()
+    def _begin_data(self, skip_lines: int) -> None:
+        """Skip the first lines, and blank ones after them."""
+        while skip_lines and self._take_line():
+            skip_lines -= 1
+        chunk = self._take()
+        while chunk.isspace():
+            chunk = self._take()
+        if not chunk:
+            raise DataError(f"{self.source} is empty; expected one row per line.")
+        chunk = chunk[re.match(r"(?:[^\S\n]*\n)*", chunk).end() :]  # type: ignore[union-attr]
+        self._give_back(chunk, chunk.count("\n"))
+
+    def _take(self) -> str:
+        """Return what is left of the chunk that was begun, or the next chunk; "" at the end."""
+        chunk = self._convert(self._rest.read() or next(self._chunks, ""))
+        self._line += chunk.count("\n")
         return chunk
+
+    def _take_line(self) -> str:
+        """Return the next line; "" at the end."""
+        line = self._rest.readline()
+        if not line:
+            self._rest = io.StringIO(next(self._chunks, ""))
+            line = self._rest.readline()
+        self._line += bool(line)
+        return self._convert(line)
+
+    def _give_back(self, text: str, lines: int) -> None:
+        """Return the end of what was taken, with so many lines."""
+        self._rest = io.StringIO(text)
+        self._line -= lines
 
     def _set_delimiter(self, delimiter: str, quoting: bool) -> None:
         self.delimiter, self.quoting = delimiter, quoting and (len(delimiter) == 1 or delimiter.isspace())
         if delimiter.isspace() and delimiter != "\t":
-            self._chunks.convert, self.delimiter = _convert_spaces, SEPARATOR
+            self._convert, self.delimiter = _convert_spaces, SEPARATOR
         elif len(delimiter) > 1:
-            self._chunks.convert, self.delimiter = partial(_convert_marks, delimiter), SEPARATOR
+            self._convert, self.delimiter = partial(_convert_marks, delimiter), SEPARATOR
         mark = re.escape(self.delimiter)
         # every line feed ends a row, and quotes surround whole fields
         self._plain = re.compile(rf'(?:(?:[^"\n{mark}]*+|"(?:[^"\n]++|"")*+")[{mark}\n])*+')
@@ -272,7 +273,7 @@ class TextTable:
 
     def batches(self, positions: Mapping[str, int], kinds: Mapping[str, Kind], errors: RowErrors) -> Iterator[Batch]:
         """Yield the columns at these positions, by what they are for; report rows that are too short."""
-        while chunk := self._chunks.take():
+        while chunk := self._take():
             if chunk.isspace():
                 continue
             columns = self._parse(chunk, positions, kinds)
@@ -309,48 +310,26 @@ class TextTable:
         return {role: table.column(str(position)).combine_chunks() for role, position in positions.items()}
 
     def _parse_rows(self, chunk: str, positions: Mapping[str, int], errors: RowErrors) -> Batch:
-        """Split a chunk row by row."""
+        """Split a chunk row by row, and go on with the lines after it while a quoted field is open."""
         rows, lines, last = [], [], max(positions.values())
-        for line, fields in self._records(chunk):
-            if len(fields) <= last:
-                errors.add(
-                    f"{self.source} line {line}", f"expected at least {last + 1} fields, but there are {len(fields)}"
-                )
-            else:
-                rows.append([fields[position] for position in positions.values()])
-                lines.append(line)
+        count = chunk.count("\n")
+        first = line = self._line - count
+        reader = self._reader(itertools.chain(io.StringIO(chunk), iter(self._take_line, "")))
+        try:
+            while reader.line_num < count:
+                line = first + reader.line_num
+                fields = [field.strip() for field in next(reader)]
+                if len(fields) > last and any(fields):
+                    rows.append([fields[position] for position in positions.values()])
+                    lines.append(line)
+                elif any(fields):
+                    reason = f"expected at least {last + 1} fields, but there are {len(fields)}"
+                    errors.add(f"{self.source} line {line}", reason)
+        except csv.Error as problem:
+            raise DataError(f"{self.source} after line {line - 1}: {problem}; is a quote left open?") from None
         entries = zip(*rows, strict=True) if rows else [[] for _ in positions]
         columns = {role: pa.array(column, pa.string()) for role, column in zip(positions, entries, strict=True)}
         return Batch(columns, lines)
-
-    def _records(self, chunk: str) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number of each line that is not blank, and its fields."""
-        count = chunk.count("\n")
-        first = self._chunks.line - count
-        lines = self._lines(chunk)
-        reader = self._reader(lines)
-        start = first
-        try:
-            while reader.line_num < count:
-                start = first + reader.line_num
-                fields = [field.strip() for field in next(reader)]
-                if any(fields):
-                    yield start, fields
-        except csv.Error as problem:
-            raise DataError(f"{self.source} after line {start - 1}: {problem}; is a quote left open?") from None
-        finally:
-            lines.close()
-
-    def _lines(self, chunk: str) -> Generator[str]:
-        """Yield the lines of a chunk, and of those after it while a quoted field is open; give back the others."""
-        yield from io.StringIO(chunk)
-        while following := self._chunks.take():
-            lines = io.StringIO(following)
-            try:
-                for line in lines:  # noqa: UP028 (`yield from` would close what is left)
-                    yield line
-            finally:
-                self._chunks.give_back(lines.read())
 
 
 Table = TextTable | ArrowTable

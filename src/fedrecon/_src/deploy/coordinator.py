@@ -19,11 +19,11 @@ from fedrecon._src.core.keys import fresh_key, round_key, run_keys
 from fedrecon._src.core.model import finish, metric_names
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.deploy import plan_privacy
-from fedrecon._src.deploy.messages import MOST_HEADER, PREPARE, TRAIN, Envelope
+from fedrecon._src.deploy.messages import Envelope
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.registry import NodeRegistry, NotEnoughNodes, Pace
-from fedrecon._src.deploy.sums import NodeSum, Question, add_sums, open_sum, secure_sum_of, to_evaluation
-from fedrecon._src.deploy.transport import SYSTEM, Channel, Clock, Grid, Replies, open_reply
+from fedrecon._src.deploy.sums import add_sums, to_evaluation
+from fedrecon._src.deploy.transport import SYSTEM, Channel, Clock, Grid, Replies
 from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.storage.atomic import StorageError
@@ -57,14 +57,6 @@ class ServeResult(NamedTuple):
     test: Evaluation | None
     failed: str | None
     interrupted: bool
-
-
-class RoundSum(NamedTuple):
-    """A sum of enough nodes, how many were invited, and at which attempt there were enough."""
-
-    node_sum: NodeSum
-    invited: int
-    attempts: int
 
 
 def serve(
@@ -131,7 +123,7 @@ def serve(
             failed = verdict
             plan.save_model(folder.model_path, params, failed)
         if not interrupted:
-            training.finish(failed)
+            training.send_model(failed)
         ended = {
             "ended": timestamp(),
             "rounds": training.done,
@@ -146,6 +138,8 @@ def serve(
 
 class _Training(NodeRegistry):
     """Training between rounds, and the nodes that are in it."""
+
+    accepts_gateways = True
 
     def __init__(
         self, plan: Plan, channel: Channel, folder: RunFolder, pace: Pace, run: str, say: Callable[[str], None]
@@ -174,10 +168,10 @@ class _Training(NodeRegistry):
         if file.exists():
             state = zero.from_bytes(base64.b64decode(read_manifest(file, ROUND_ZERO_FORMAT)["state"]))
         while not state.done:
-            question = Question(self.run_id, 0, f"{PREPARE}{state.answered}", zero.to_bytes(state))
-            node_sum = self._collect_sum(question, all_nodes=True).node_sum
-            nodes = len(node_sum.nodes) * (plan.least_nodes if self.over_gateways else 1)  # or more
-            state = plan_privacy.advance_round_zero(zero, state, node_sum.parts, nodes)
+            question = self.message("prepare", 0, zero.to_bytes(state), number=state.answered)
+            parts, facts = self._sum_of_enough(question, all_nodes=True)
+            nodes = facts["answered"] * (plan.least_nodes if self.over_gateways else 1)  # or more
+            state = plan_privacy.advance_round_zero(zero, state, parts, nodes)
             # With noise, nodes hardly answer a question twice: after a restart, the next one is asked.
             write_manifest(file, ROUND_ZERO_FORMAT, {"state": base64.b64encode(zero.to_bytes(state)).decode()})
         result = zero.read_result(zero.to_bytes(state))
@@ -238,82 +232,62 @@ class _Training(NodeRegistry):
         """Run one round."""
         began = self.clock.monotonic()
         body = to_bytes(self.plan.algorithm.message(self.state))
-        round_sum = self._collect_sum(Question(self.run_id, number, TRAIN, body))
+        parts, facts = self._sum_of_enough(self.message("train", number, body))
         # Noise must come from entropy that nobody knows; all else may follow from the seed, as in the simulation.
         key = round_key(self.plan.seed, number) if self.plan.release is None else fresh_key()
-        state, report = server_round(self.plan.algorithm, self.state, round_sum.node_sum.parts, key)
+        state, report = server_round(self.plan.algorithm, self.state, parts, key)
         self.state, self.done = jax.tree.map(np.asarray, state), number + 1
-        return self._entry(report, round_sum, self.clock.monotonic() - began)
+        facts["seconds"] = round(self.clock.monotonic() - began, 3)
+        return {**describe_round(self.plan.algorithm, self.done, report), **facts, **self._spent()}
 
-    def _collect_sum(self, question: Question, all_nodes: bool = False) -> RoundSum:
-        """Ask nodes for a sum, again and again until enough of them have answered."""
-        began, attempt, lost, number = self.clock.monotonic(), 0, Replies(), question.round
-        title = f"round {number + 1}" if question.purpose == TRAIN else "round zero"
+    def _sum_of_enough(self, question: Envelope, all_nodes: bool = False) -> tuple[list[Any], dict[str, Any]]:
+        """Ask nodes for a sum until enough of them have answered; return its parts, and what a record says of them."""
+        began, attempt, replies, number = self.clock.monotonic(), 0, Replies(), question.round
+        title = f"round {number + 1}" if question.kind == "train" else "round zero"
         while True:
             ready = self.wait_for_nodes(began, number)
             invited, enough = self.select(ready, number, attempt, all_nodes)
-            node_sum = self._sum(question, invited, enough)
-            node_sum.replies.add_cost_of(lost)
-            if len(node_sum.nodes) >= self.min_nodes:
-                return RoundSum(node_sum, len(invited), attempt + 1)
-            lost, attempt = node_sum.replies, attempt + 1
+            node_sum = self.collect_sum(question, invited, enough, self.pace)
+            replies.add(node_sum.replies)
+            answered, attempt = len(node_sum.nodes), attempt + 1
+            if answered >= self.min_nodes:
+                break
             if self.clock.monotonic() - began > self.pace.patience:
                 raise NotEnoughNodes(
-                    f"{title} got {len(node_sum.nodes)} valid replies in attempt {attempt} and needs "
-                    f"{self.min_nodes} (late: {len(lost.late)}, failed: {lost.reasons or 'none'}). "
+                    f"{title} got {answered} valid replies in attempt {attempt} and needs "
+                    f"{self.min_nodes} (late: {len(replies.late)}, failed: {replies.reasons or 'none'}). "
                     f"{number} rounds are done and saved; continue with --resume"
                 )
-            self.say(f"{title}: {len(node_sum.nodes)} good replies, {self.min_nodes} are needed; trying again")
+            self.say(f"{title}: {answered} good replies, {self.min_nodes} are needed; trying again")
             self.clock.sleep(min(2.0**attempt / 2, MAX_PAUSE))
-
-    def _entry(self, report: Any, round_sum: RoundSum, seconds: float) -> dict[str, Any]:
-        node_sum, invited, attempts = round_sum
-        replies = node_sum.replies
-        return {
-            **describe_round(self.plan.algorithm, self.done, report),
-            "invited": invited,
-            "answered": len(node_sum.nodes),
+        return node_sum.parts, {
+            "invited": len(invited),
+            "answered": answered,
             "late": len(replies.late),
             "failed": replies.reasons,
-            "attempts": attempts,
+            "attempts": attempt,
             "too_small": 0,
-            "dropped": invited - len(node_sum.nodes),
-            "seconds": round(seconds, 3),
+            "dropped": len(invited) - answered,
             "bytes_sent": replies.sent,
             "bytes_received": replies.received,
-            **self._spent(),
         }
-
-    def _sum(self, question: Question, invited: list[int], enough: int) -> NodeSum:
-        pace, plan, channel = self.pace, self.plan, self.channel
-        if plan.secure and not self.over_gateways:  # their sums are secure already
-            node_sum = secure_sum_of(plan, channel, question, invited, self.numbers(invited), pace)
-        else:
-            node_sum = open_sum(plan, channel, question, invited, enough=enough, seconds=pace.deadline)
-        late = len(node_sum.nodes) < enough
-        self.note_replies(node_sum.replies, node_sum.nodes, question.round, closed_by_deadline=late)
-        return node_sum
 
     def evaluate(self, part: str) -> Evaluation | None:
         """Measure the parameters on the held-out users of every node; None if nobody could."""
         ready = [node for node in self.update() if node not in self.missed]
-        node_sum = self._sum(Question(self.run_id, self.done, part, to_bytes(self.params())), ready, len(ready))
+        question = self.message("evaluate", self.done, to_bytes(self.params()), part=part)
+        node_sum = self.collect_sum(question, ready, len(ready), self.pace)
         if len(node_sum.nodes) < self.least_nodes:
             self.say(f"the {part} users were not measured: {len(node_sum.nodes)} nodes answered")
             return None
         return to_evaluation(self.plan.algorithm.model, add_sums(node_sum.parts))
 
-    def finish(self, failed: str | None = None) -> None:
+    def send_model(self, failed: str | None) -> None:
         """Give every node the model, for its owner, and say why training failed, if it did."""
         facts = {} if failed is None else {"failed": failed}
-        request = Envelope("finish", self.plan.digest, self.run_id, self.done, facts, to_bytes(self.params()))
+        message = self.message("finish", self.done, to_bytes(self.params()), **facts)
         nodes = [node for node in self.update() if node not in self.missed]
-        self.channel.collect(
-            dict.fromkeys(nodes, request),
-            lambda request, data: open_reply(data, request, MOST_HEADER),
-            len(nodes),
-            self.pace.stage_deadline,
-        )
+        self.finish(nodes, message, self.pace.stage_deadline)
 
 
 def describe_round(algorithm: Algorithm, number: int, report: Any) -> dict[str, Any]:

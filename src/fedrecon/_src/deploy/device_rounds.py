@@ -157,7 +157,7 @@ def serve_devices(
         noise = _noise_of(api.plan, start.algorithm, pace, say)
         facts = run_facts(api.plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, folder, resume)
         folder.describe(facts)
-        api.run = facts["deployment"]["run"]
+        api.run, api.folder = facts["deployment"]["run"], folder.path
         rounds = _Rounds(api, start, folder, helper, pace, facts["seed"], say)
         interrupted = False
         try:
@@ -166,6 +166,8 @@ def serve_devices(
                 on_record(record)
         except KeyboardInterrupt:
             interrupted = True
+        finally:
+            api.close()
         params = rounds.params()
         start.save(folder=folder.model_path, params=params)
         folder.describe(facts | {"ended": timestamp(), "rounds": rounds.done, "interrupted": interrupted})

@@ -38,7 +38,7 @@ from fedrecon._src.deploy.http_server import (
     round_number,
 )
 from fedrecon._src.deploy.tasks import DIGEST, MAC_BYTES, NAME_BYTES, TICKET
-from fedrecon._src.deploy.tokens import Budgets, TokenError, device_of
+from fedrecon._src.deploy.tokens import AdmissionError, Budgets, device_of
 from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, read_sum_plan
 from fedrecon._src.server.fixed_point import ClientNoise
 from fedrecon._src.storage.atomic import StorageError, read_bytes
@@ -46,6 +46,7 @@ from fedrecon._src.storage.atomic import StorageError, read_bytes
 MOST_PLAN = 2**24  # bytes
 NOISE = ("variance", "least", "epsilon", "delta")
 REQUESTS_PER_SECOND, BURST = 1.0, 30.0  # of one device
+COUNTED = "reports-{}.counted"  # by day, in the run's folder: the owners of the day's reports, 16 bytes each
 
 
 @dataclass(frozen=True)
@@ -176,12 +177,13 @@ class DeviceApi(Service):
         """Admit devices whose tokens were issued with a secret."""
         self.plan, self._secret, self._retry = plan, secret, retry
         self.run, self.done = "", 0  # the training, and how many of its rounds are over
+        self.folder: Path | None = None  # where the reports of a day are counted; None to forget them with the process
         self.counts: Counter[str] = Counter()  # of a round: devices invited, late reports, bytes sent and received
         self._round: OpenRound | None = None
         self._changed = threading.Condition()
         self._budgets = Budgets(REQUESTS_PER_SECOND, BURST)
-        self._today: tuple[int, Counter[bytes]] = (0, Counter())  # the day, and reports by owner
-        self._uploading: set[bytes] = set()
+        self._day, self._today = "", Counter[bytes]()  # reports by owner
+        self._counted: Spool | None = None  # the same, on disk
         routes = [
             Route("/v1/plan", self.get_plan),
             Route("/v1/check-in", self.check_in),
@@ -211,7 +213,7 @@ class DeviceApi(Service):
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         try:
             device = device_of(self._secret, token if scheme.lower() == "bearer" else "")
-        except TokenError as error:
+        except AdmissionError as error:
             raise RequestError(401, error.problem, str(error), **{"WWW-Authenticate": "Bearer"}) from None
         if not self._budgets.spend(device):
             raise RequestError(429, "too-many", f"a device may send {REQUESTS_PER_SECOND:g} requests per second")
@@ -222,10 +224,24 @@ class DeviceApi(Service):
         return hmac.digest(self._secret, text.encode(), "sha256")[: NAME_BYTES + MAC_BYTES].hex()
 
     def _reports_today(self) -> Counter[bytes]:
-        day = int(time.time() // 86_400)
-        if self._today[0] != day:
-            self._today = (day, Counter())
-        return self._today[1]
+        """Return how many reports devices have sent since midnight (UTC), by owner, also before a restart."""
+        day = time.strftime("%Y-%m-%d", time.gmtime(time.time()))
+        if self._day != day:
+            self.close()
+            self._day, self._today = day, Counter()
+            if self.folder is not None:
+                for file in self.folder.glob(COUNTED.format("*")):
+                    if file.name != COUNTED.format(day):
+                        file.unlink()
+                self._counted = Spool(self.folder / COUNTED.format(day), 0)
+                self._today.update(self._counted.owners)
+        return self._today
+
+    def close(self) -> None:
+        """Close the file of the day's reports; it is opened again for the next report."""
+        if self._counted is not None:
+            self._counted.close()
+        self._day, self._counted = "", None
 
     async def get_plan(self, request: Request) -> Response:
         """Return the plan."""
@@ -272,13 +288,7 @@ class DeviceApi(Service):
             raise RequestError(404, "forged", "the coordinator gave this device no such ticket")
         if self._check_report(number, owner):
             return Response(status_code=200)
-        if owner in self._uploading:  # so that memory is bounded by the number of devices
-            raise RequestError(429, "too-many", "this device is sending a report already", **{"Retry-After": "1"})
-        self._uploading.add(owner)
-        try:
-            data = await self.read_body(request)
-        finally:
-            self._uploading.discard(owner)
+        data = await self.read_body(request, owner)
         if len(data) != self.plan.report_bytes:
             raise RequestError(400, "wrong-size", f"a report has {self.plan.report_bytes} bytes (got {len(data)})")
         if self.plan.dtype == "float32" and not np.isfinite(np.frombuffer(data, "<f4")).all():
@@ -289,6 +299,8 @@ class DeviceApi(Service):
             self._round.spool.add(owner, data)
             self._round.owners.add(owner)
             self._reports_today()[owner] += 1
+            if self._counted is not None:
+                self._counted.add(owner, b"")
             self.counts["received"] += len(data)
             self._changed.notify_all()
         return Response(status_code=201)

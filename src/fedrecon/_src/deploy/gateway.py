@@ -13,23 +13,23 @@ import numpy as np
 
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.deploy.messages import (
-    MOST_HEADER,
     OK,
-    PREPARE,
     TRAIN,
     Envelope,
     Failure,
+    check_request,
     largest_message,
     pack,
+    purpose_of,
     refusal,
     unpack,
 )
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.registry import GATEWAY, NodeRegistry, NotEnoughNodes, Pace
-from fedrecon._src.deploy.sums import Question, open_sum, secure_sum_of
-from fedrecon._src.deploy.transport import Channel, open_reply
+from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.storage.atomic import write_bytes
 
+ANSWERED = ("train", "evaluate", "prepare", "finish")  # kinds of messages, and `join`
 SHARE_OF_TIME = 0.7  # of the coordinator's deadline that clients have; the rest is for the way there and back
 
 
@@ -69,6 +69,7 @@ class Gateway:
         message = None
         try:
             message = unpack(data, largest_message(self.plan))
+            check_request(message)
             if message.plan != self.plan.digest:
                 raise Failure("wrong_plan", f"this gateway serves plan {self.plan.digest[:16]} and no other")
             body = self._register(message, seconds) if message.kind == "join" else self._request_sum(message, seconds)
@@ -116,37 +117,27 @@ class Gateway:
         return registry.wait_for_nodes(self.channel.clock.monotonic(), message.round)
 
     def _request_sum(self, message: Envelope, seconds: float) -> bytes:
-        """Pass a question on to clients, and return the sum of their answers."""
+        """Pass a question on to clients, and return the sum of their answers.
+
+        No other gateway or node takes part in a gateway's secure sums, so their messages are not passed on.
+        """
+        if message.kind not in ANSWERED:
+            raise Failure("garbage", f"a gateway does not answer messages of the kind {message.kind[:40]!r}")
         end = self.channel.clock.monotonic() + SHARE_OF_TIME * seconds
         ready, registry = self._clients(message, seconds, self._recall(message.run)), self._registry
         assert registry is not None
         seconds = max(end - self.channel.clock.monotonic(), 0.1)
         if message.kind == "finish":
-            requests = dict.fromkeys(ready, message)
-            self.channel.collect(requests, lambda sent, data: open_reply(data, sent, MOST_HEADER), len(ready), seconds)
+            registry.finish(ready, message, seconds)
             return b""
-        question = Question(message.run, message.round, _purpose(message), message.body)
-        invited, enough = registry.select(ready, message.round, 0, all_nodes=question.purpose != TRAIN)
-        if self.plan.secure:
-            small = min(self.pace.stage_deadline, seconds / 8)  # three messages and, with the rest, the masked sums
-            pace = dataclasses.replace(self.pace, deadline=max(seconds - 3 * small, 1e-3), stage_deadline=small)
-            numbers = registry.numbers(invited)
-            node_sum = secure_sum_of(registry.plan, self.channel, question, invited, numbers, pace)
-        else:
-            node_sum = open_sum(registry.plan, self.channel, question, invited, enough=enough, seconds=seconds)
-        registry.note_replies(node_sum.replies, node_sum.nodes, message.round, len(node_sum.nodes) < enough)
+        purpose = purpose_of(message)
+        invited, enough = registry.select(ready, message.round, 0, all_nodes=purpose != TRAIN)
+        # With secure sums, three small messages and, with the rest of the time, the masked sums.
+        small = min(self.pace.stage_deadline, seconds / 8) if self.plan.secure else 0.0
+        pace = dataclasses.replace(self.pace, deadline=max(seconds - 3 * small, 1e-3), stage_deadline=max(small, 1e-3))
+        node_sum = registry.collect_sum(message, invited, enough, pace)
         answered = f"{len(node_sum.nodes)} of {len(invited)} clients answered"
-        self.say(f"round {message.round + (question.purpose == TRAIN)}, {question.purpose}: {answered}")
+        self.say(f"round {message.round + (purpose == TRAIN)}, {purpose}: {answered}")
         if len(node_sum.nodes) < registry.min_nodes:
             raise Failure("error", answered)
         return to_bytes(functools.reduce(lambda total, part: jax.tree.map(np.add, total, part), node_sum.parts))
-
-
-def _purpose(message: Envelope) -> str:
-    """Return what a question's sum is for; no other gateway or node takes part in a gateway's secure sums."""
-    facts = message.facts
-    purposes = {"train": TRAIN, "evaluate": facts.get("part"), "prepare": f"{PREPARE}{facts.get('number')}"}
-    purpose = purposes.get(message.kind)
-    if not isinstance(purpose, str):
-        raise Failure("garbage", f"a gateway does not answer messages of the kind {message.kind[:40]!r}")
-    return purpose

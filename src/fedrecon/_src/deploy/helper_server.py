@@ -47,14 +47,14 @@ class HelperApi(Service):
 
     async def post_batch(self, request: Request) -> Response:
         """Return the sum of the masks of a batch."""
-        _, digest = authenticate(self.verifier, request)
+        key, digest = authenticate(self.verifier, request)
         number, batch = round_number(request), request.path_params["batch"]
         run, broadcast = (request.query_params.get(name, "") for name in ("run", "broadcast"))
         if not re.fullmatch("[0-9a-f]{32}", batch) or not 1 <= len(run) <= LONGEST_RUN:
             raise RequestError(404, "no-batch", "a batch has 32 hexadecimal digits, and `run` names the training")
         if not re.fullmatch("[0-9a-f]{64}", broadcast):
             raise RequestError(404, "no-broadcast", "`broadcast` is the SHA-256 of what devices got, 64 digits")
-        records = await self.read_signed_body(request, digest)
+        records = await self.read_signed_body(request, key, digest)
         try:
             answer = await run_in_threadpool(self._answer, run, number, bytes.fromhex(batch), records, broadcast)
         except MessageError as error:

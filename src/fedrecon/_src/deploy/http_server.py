@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -32,7 +32,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fedrecon._src.deploy.node_keys import SignatureError, Verifier
+from fedrecon._src.deploy.node_keys import Verifier
+from fedrecon._src.deploy.tokens import AdmissionError
 
 log = logging.getLogger(__name__)
 KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
@@ -111,6 +112,7 @@ class Service:
         """Serve endpoints."""
         self.limits = limits
         self.port = 0  # while it is served
+        self._uploading: set[Hashable] = set()  # who is sending a body
         self.problems: collections.Counter[str] = collections.Counter()
         handlers: dict[Any, Any] = {RequestError: self._refuse, HTTPException: self._refuse}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
@@ -143,13 +145,16 @@ class Service:
                 while message["type"] == "http.request" and message.get("more_body"):
                     message = await request.receive()
 
-    async def read_body(self, request: Request) -> bytes:
-        """Read what a request sends, within the limits."""
+    async def read_body(self, request: Request, sender: Hashable) -> bytes:
+        """Read what a request sends, within the limits; one at a time of a sender, so that memory is bounded."""
         length = _content_length(request)
         if length is None:
             raise RequestError(411, "no-length", "a report needs a Content-Length")
         if length > self.limits.body_bytes:
             raise RequestError(413, "too-large", f"at most {self.limits.body_bytes} bytes are accepted")
+        if sender in self._uploading:
+            raise RequestError(429, "too-many", "a report of this sender is on its way already", **{"Retry-After": "1"})
+        self._uploading.add(sender)
         request.state.is_read, chunks = True, []
         try:
             async with asyncio.timeout(self.limits.body_seconds):
@@ -159,11 +164,13 @@ class Service:
             raise RequestError(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
         except ClientDisconnect:
             raise RequestError(400, "cut-off", "the connection ended before the report") from None
+        finally:
+            self._uploading.discard(sender)
         return b"".join(chunks)
 
-    async def read_signed_body(self, request: Request, digest: str) -> bytes:
+    async def read_signed_body(self, request: Request, sender: Hashable, digest: str) -> bytes:
         """Read what a signed request sends, and compare it with the digest that was signed."""
-        body = await self.read_body(request)
+        body = await self.read_body(request, sender)
         if hashlib.sha256(body).hexdigest() != digest:
             raise RequestError(400, "wrong-digest", "the body does not have the digest that was signed")
         return body
@@ -182,7 +189,7 @@ def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:
     try:
         fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
         return verifier.check(request.method, target, fields)
-    except SignatureError as error:
+    except AdmissionError as error:
         headers = {"Retry-After": "1"}
         if error.problem == "epoch":
             headers["Fedrecon-Epoch"] = verifier.epoch
@@ -208,7 +215,7 @@ def immutable_response(request: Request, data: bytes, digest: str, media_type: s
 class ConnectionBounds:
     """Bounds on what lies below HTTP: connections of an address, and the seconds until a request's head is complete.
 
-    uvicorn's protocol is used through what `asyncio.Protocol` defines. Which request belongs to which connection is
+    uvicorn's protocol is extended through what `asyncio.Protocol` defines. Which request belongs to which connection is
     known by the address of the client. A connection that was used before has `KEEP_ALIVE` seconds more for its head.
     """
 
@@ -256,30 +263,15 @@ class ConnectionBounds:
         """Return uvicorn's HTTP/1.1 protocol with these bounds."""
         bounds = self
 
-        class BoundedProtocol(asyncio.Protocol):
-            def __init__(self, **options: Any):
-                self.http = H11Protocol(**options)
-
+        class BoundedProtocol(H11Protocol):
             def connection_made(self, transport: Any) -> None:
-                self.client = tuple(transport.get_extra_info("peername")[:2])
-                self.http.connection_made(transport)
-                bounds.opened(self.client, transport)
+                self.peer = tuple(transport.get_extra_info("peername")[:2])
+                super().connection_made(transport)
+                bounds.opened(self.peer, transport)
 
             def connection_lost(self, exc: Exception | None) -> None:
-                bounds.closed(self.client)
-                self.http.connection_lost(exc)
-
-            def data_received(self, data: bytes) -> None:
-                self.http.data_received(data)
-
-            def eof_received(self) -> None:
-                self.http.eof_received()
-
-            def pause_writing(self) -> None:
-                self.http.pause_writing()
-
-            def resume_writing(self) -> None:
-                self.http.resume_writing()
+                bounds.closed(self.peer)
+                super().connection_lost(exc)
 
         return BoundedProtocol
 

@@ -102,6 +102,19 @@ class _Header:
 _HEADER = TypeAdapter(_Header)
 
 
+FACTS: dict[str, set[str]] = {  # what requests of each kind must say
+    "join": set(),
+    "train": set(),
+    "prepare": {"number"},
+    "evaluate": {"part"},
+    "advertise": {"purpose", "me"},
+    "share": set(),
+    "mask": set(),
+    "unmask": set(),
+    "finish": set(),
+}
+
+
 def unpack(data: Any, most: int) -> Envelope:
     """Read a message from bytes that may be anything.
 
@@ -127,10 +140,23 @@ def unpack(data: Any, most: int) -> Envelope:
     return Envelope(header.kind, header.plan, header.run, header.round, facts, data[_START.size + size :])
 
 
+def check_request(message: Envelope) -> None:
+    """Refuse a message that is no complete request."""
+    if message.kind not in FACTS or not FACTS[message.kind] <= set(message.facts):
+        raise Failure("garbage", f"unknown or incomplete message of kind {message.kind[:40]!r}")
+
+
 def refusal(message: Envelope | None, failure: Failure) -> bytes:
     """Write a reply that refuses a message."""
     plan, run, number = (message.plan, message.run, message.round) if message else ("", "", 0)
     return pack(Envelope(REFUSED, plan, run, number, {"reason": failure.reason, "why": failure.why[:2000]}))
+
+
+def purpose_of(question: Envelope) -> str:
+    """Return what the sum that a message asks for is for: training, a part of the users, or round zero."""
+    if question.kind == "prepare":
+        return f"{PREPARE}{question.facts['number']}"
+    return question.facts["part"] if question.kind == "evaluate" else TRAIN
 
 
 def question_number(purpose: str) -> int | None:

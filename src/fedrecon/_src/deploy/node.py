@@ -4,11 +4,10 @@ no network in here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,10 @@ from fedrecon._src.deploy.messages import (
     TRAIN,
     Envelope,
     Failure,
+    check_request,
     largest_message,
     pack,
+    purpose_of,
     question_number,
     read_tree,
     refusal,
@@ -144,17 +145,6 @@ def _saved_names() -> list[str]:
 
 
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
-FACTS: dict[str, set[str]] = {  # what messages of each kind must say
-    "join": set(),
-    "train": set(),
-    "prepare": {"number"},
-    "evaluate": {"part"},
-    "advertise": {"purpose", "me"},
-    "share": set(),
-    "mask": set(),
-    "unmask": set(),
-    "finish": set(),
-}
 MAX_REASON = 500  # characters of why a training failed
 MAX_QUESTIONS = 20 * MAX_TRIES  # how many questions of round zero a node answers in a run
 
@@ -204,27 +194,15 @@ class Node:
         self._number: int | None = None  # of this node in the plan's list
         self._evaluators: dict[str, Any] = {}
         self._sum: Any = None  # a secure sum that is under way: (purpose, round, state of the client)
-        self._stages = {
-            "train": lambda plan, message: self._open(plan, message, TRAIN),
-            "prepare": lambda plan, message: self._open(plan, message, f"{PREPARE}{message.facts['number']}"),
-            "evaluate": lambda plan, message: self._open(plan, message, message.facts["part"]),
-            "advertise": self._advertise,
-            "share": self._share,
-            "mask": self._mask,
-            "unmask": self._unmask,
-            "finish": self._finish,
-        }
 
     def handle(self, data: bytes) -> bytes:
         """Answer any message; errors become replies, too."""
         message = None
         try:
             message = unpack(data, self.max_message_bytes())
-            if message.kind not in FACTS or not FACTS[message.kind] <= set(message.facts):
-                raise Failure("garbage", f"unknown or incomplete message of kind {message.kind[:40]!r}")
-            if message.kind == "join":
-                return self._reply(message, self._enroll(message))
-            return self._reply(message, self._stages[message.kind](self._check(message), message))
+            check_request(message)
+            body = self._enroll(message) if message.kind == "join" else self._answer(self._check(message), message)
+            return pack(Envelope(OK, message.plan, message.run, message.round, {}, body))
         except (Failure, StateError, WireError) as error:
             failure = error if isinstance(error, Failure) else Failure("garbage", str(error))
             self._say(f"refused: {failure.why}")
@@ -241,9 +219,6 @@ class Node:
         if self.plan is None:
             return MOST_BYTES + MOST_HEADER
         return largest_message(self.plan)
-
-    def _reply(self, message: Envelope, body: bytes) -> bytes:
-        return pack(Envelope(OK, message.plan, message.run, message.round, {}, body))
 
     # ---- joining ----
 
@@ -321,14 +296,19 @@ class Node:
 
     # ---- what is computed ----
 
-    def _open(self, plan: Plan, message: Envelope, purpose: str) -> bytes:
+    def _answer(self, plan: Plan, message: Envelope) -> bytes:
+        """Return the body of the reply to a message of this node's run."""
+        if message.kind == "finish":
+            return self._finish(plan, message)
+        if message.kind in ("advertise", "share", "mask", "unmask"):
+            return self._add_secretly(plan, message)
         if plan.secure:
             raise Failure("weaker_plan", "the plan requires secure sums, but this message asks for a plain one")
-        return to_bytes(self._compute(plan, purpose, message.round, message.body))
+        return to_bytes(self._compute(plan, purpose_of(message), message.round, message.body))
 
     def _compute(self, plan: Plan, purpose: str, number: int, body: bytes) -> Any:
         if purpose.startswith(PREPARE):
-            return self._answer(purpose, body)
+            return self._prepare_model(purpose, body)
         if plan.unprepared:
             raise Failure("not_joined", "this node does not have the result of round zero; ask it to join again")
         if purpose != TRAIN:
@@ -340,7 +320,7 @@ class Node:
         self.memory.see(number)
         return self._train(plan, number, read_tree(body, plan.message_shapes))
 
-    def _answer(self, purpose: str, body: bytes) -> Any:
+    def _prepare_model(self, purpose: str, body: bytes) -> Any:
         """Answer a question of round zero, before the first round."""
         plan = self._agreed
         assert self.data is not None
@@ -417,6 +397,15 @@ class Node:
 
     # ---- secure sums ----
 
+    def _add_secretly(self, plan: Plan, message: Envelope) -> bytes:
+        """Take a step of a secure sum; refuse a message that breaks the protocol."""
+        from fedrecon._src.privacy import secure_sum  # whose packages are imported when it is used
+
+        try:
+            return self._advertise(plan, message) if message.kind == "advertise" else self._step(plan, message)
+        except secure_sum.SecureSumError as error:
+            raise Failure("secure_sum", str(error)) from None
+
     def _advertise(self, plan: Plan, message: Envelope) -> bytes:
         from fedrecon._src.privacy import secure_sum
 
@@ -427,58 +416,30 @@ class Node:
         assert subject is not None
         like = shapes_of(subject, purpose)
         length = length_of(like, wide=question_number(purpose) is not None)
-        with _secure_sum_errors():
-            terms = secure_sum.Terms.from_bytes(message.body)
-            if terms.bits != bits_of(like) or terms.length != length or terms.circle > plan.most_nodes:
-                raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
-            signing_key = self._key if self._number is not None else None
-            state, hello = secure_sum.advertise(terms, node_number, least=plan.least_nodes, signing_key=signing_key)
+        terms = secure_sum.Terms.from_bytes(message.body)
+        if terms.bits != bits_of(like) or terms.length != length or terms.circle > plan.most_nodes:
+            raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
+        signing_key = self._key if self._number is not None else None
+        state, hello = secure_sum.advertise(terms, node_number, least=plan.least_nodes, signing_key=signing_key)
         self._sum = (purpose, message.round, state)
         return hello
 
-    def _step(self, message: Envelope, take: Callable[[Any], tuple[Any, bytes]]) -> bytes:
+    def _step(self, plan: Plan, message: Envelope) -> bytes:
+        """Take the step after the last one, in the same round."""
+        from fedrecon._src.privacy import secure_sum
+
         if self._sum is None or self._sum[1] != message.round:
             raise Failure("secure_sum", "there is no secure sum of this round under way")
         purpose, number, state = self._sum
         self._sum = None  # a state is for one step, even if that fails
-        with _secure_sum_errors():
-            state, reply = take(state)
+        if message.kind == "share":
+            state, reply = secure_sum.share(state, message.body, verify_keys=node_keys.verify_keys(plan))
+        elif message.kind == "mask":
+            delivery, body = unpack_pair(message.body)
+            value = self._compute(plan, purpose, number, body)
+            vector = to_integers(plan, value, wide=question_number(purpose) is not None)
+            state, reply = secure_sum.mask(state, delivery, vector)
+        else:
+            state, reply = secure_sum.unmask(state, message.body)
         self._sum = (purpose, number, state)
         return reply
-
-    def _share(self, plan: Plan, message: Envelope) -> bytes:
-        from fedrecon._src.privacy import secure_sum
-
-        verify = node_keys.verify_keys(plan)
-        return self._step(message, lambda state: secure_sum.share(state, message.body, verify_keys=verify))
-
-    def _mask(self, plan: Plan, message: Envelope) -> bytes:
-        from fedrecon._src.privacy import secure_sum
-
-        delivery, body = unpack_pair(message.body)
-        purpose = None if self._sum is None else self._sum[0]
-
-        def take(state: Any) -> tuple[Any, bytes]:
-            assert purpose is not None
-            value = self._compute(plan, purpose, message.round, body)
-            vector = to_integers(plan, value, wide=question_number(purpose) is not None)
-            return secure_sum.mask(state, delivery, vector)
-
-        return self._step(message, take)
-
-    def _unmask(self, plan: Plan, message: Envelope) -> bytes:
-        from fedrecon._src.privacy import secure_sum
-
-        del plan
-        return self._step(message, lambda state: secure_sum.unmask(state, message.body))
-
-
-@contextlib.contextmanager
-def _secure_sum_errors() -> Iterator[None]:
-    """Refuse a message that breaks the protocol of secure sums; its packages are imported when it is used."""
-    from fedrecon._src.privacy import secure_sum
-
-    try:
-        yield
-    except secure_sum.SecureSumError as error:
-        raise Failure("secure_sum", str(error)) from None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.deploy.tokens import Budgets
+from fedrecon._src.deploy.tokens import AdmissionError, Budgets
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -143,19 +143,6 @@ def _load(line: str) -> Any:
 # ---- signed requests ----
 
 
-class SignatureError(ValueError):
-    """A request whose signature does not count.
-
-    Attributes:
-      problem: why, one of `PROBLEMS`.
-    """
-
-    def __init__(self, problem: str, detail: str):
-        """Set the problem and a sentence about it."""
-        super().__init__(detail)
-        self.problem = problem
-
-
 def public_bytes(key: Ed25519PrivateKey) -> bytes:
     """Return the 32 bytes that name a node."""
     return key.public_key().public_bytes_raw()
@@ -219,12 +206,12 @@ class Verifier:
         """Return the key that signed a request, and the digest of the body that it announces.
 
         Raises:
-          SignatureError: the signature does not count.
+          AdmissionError: the signature does not count.
         """
         values = [headers.get(name, "") for name in FIELDS]
         if (problem := self._problem(method, target, values)) is not None:
             moments = {"signed": values[1], "now": int(time.time())}
-            raise SignatureError(problem, PROBLEMS[problem].format(**moments))
+            raise AdmissionError(problem, PROBLEMS[problem].format(**moments))
         key = bytes.fromhex(values[0])
         self._names.setdefault(key, f"node-{key.hex()[:8]}")
         return key, values[4]

@@ -12,7 +12,8 @@ import numpy as np
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpack
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.transport import Channel, Replies, open_reply
+from fedrecon._src.deploy.sums import NodeSum, open_sum, secure_sum_of
+from fedrecon._src.deploy.transport import Channel, open_reply
 
 RETRY_SECONDS = 30.0  # until a node that refused to join is invited again
 MAX_ROUNDS_OUT = 32  # the most rounds for which a node that missed deadlines is not invited
@@ -63,7 +64,9 @@ class Pace:
 
 
 class NodeRegistry:
-    """The nodes of a training."""
+    """The nodes of a training, and the sums that they are asked for."""
+
+    accepts_gateways = False  # whether those who join may be gateways
 
     def __init__(self, plan: Plan, channel: Channel, pace: Pace, run: str, say: Callable[[str], None]):
         """Begin without nodes."""
@@ -96,12 +99,13 @@ class NodeRegistry:
         grid, now = self.channel.grid, self.channel.clock.monotonic()
         connected = set(grid.nodes())
         self.joined = {node: number for node, number in self.joined.items() if node in connected}
-        body, facts = self.plan.content + self.round_zero, {"result_bytes": len(self.round_zero)}
-        invitation = Envelope("join", self.plan.digest, self.run_id, self.done, facts, body)
+        body = self.plan.content + self.round_zero
+        invitation = self.message("join", self.done, body, result_bytes=len(self.round_zero))
+        content = pack(invitation)
         for node in sorted(connected - set(self.joined)):
             if now - self._invited_at.get(node, -math.inf) >= RETRY_SECONDS:
                 self._invited_at[node] = now
-                self._invitations[grid.send(node, pack(invitation), 10 * RETRY_SECONDS, self.done)] = node
+                self._invitations[grid.send(node, content, 10 * RETRY_SECONDS, self.done)] = node
         for ticket, reply in grid.poll(list(self._invitations)).items():
             node = self._invitations.pop(ticket)
             try:
@@ -109,7 +113,7 @@ class NodeRegistry:
                 # A reply to an invitation may come several rounds later.
                 request = invitation._replace(round=unpack(data, MOST_HEADER).round)
                 body = open_reply(data, request, MOST_HEADER)
-                self.over_gateways = body == GATEWAY
+                self.over_gateways = self.accepts_gateways and body == GATEWAY
                 self.joined[node] = None if self.over_gateways else self._number_in(body)
                 self._refusals.pop(node, None)
             except Failure as failure:
@@ -158,20 +162,42 @@ class NodeRegistry:
         generator = np.random.default_rng([self.plan.seed, number, attempt])
         return sorted(ready[k] for k in generator.choice(len(ready), count, replace=False)), enough
 
-    def note_replies(self, replies: Replies, nodes: list[int], number: int, closed_by_deadline: bool) -> None:
-        """Note which nodes must join again, and which are left out for a while."""
-        for node, reason in replies.failed.items():
+    def message(self, kind: str, number: int, body: bytes, /, **facts: Any) -> Envelope:
+        """Return a message of a round."""
+        return Envelope(kind, self.plan.digest, self.run_id, number, facts, body)
+
+    def collect_sum(self, question: Envelope, invited: list[int], enough: int, pace: Pace) -> NodeSum:
+        """Collect a sum over nodes; note which of them must join again, and which are left out for a while."""
+        if self.plan.secure and not self.over_gateways:  # their sums are secure already
+            numbers = {node: number for node in invited if (number := self.joined[node]) is not None}
+            node_sum = secure_sum_of(
+                self.plan,
+                self.channel,
+                question,
+                invited,
+                numbers if self.plan.promises.signed else None,
+                seconds=pace.deadline,
+                stage_seconds=pace.stage_deadline,
+            )
+        else:
+            node_sum = open_sum(self.plan, self.channel, question, invited, enough=enough, seconds=pace.deadline)
+        for node, reason in node_sum.replies.failed.items():
             if reason in ("not_joined", "old_run"):
                 self.joined.pop(node, None)
                 self._invited_at.pop(node, None)
-        if closed_by_deadline:
-            for node in replies.late:
+        if len(node_sum.nodes) < enough:  # closed by the deadline
+            for node in node_sum.replies.late:
                 misses = self.missed.get(node, (0, 0))[0] + 1
-                self.missed[node] = (misses, number + 1 + min(2**misses, MAX_ROUNDS_OUT))
-        for node in nodes:
+                self.missed[node] = (misses, question.round + 1 + min(2**misses, MAX_ROUNDS_OUT))
+        for node in node_sum.nodes:
             self.missed.pop(node, None)
+        return node_sum
 
-    def numbers(self, nodes: list[int]) -> dict[int, int] | None:
-        """Return the numbers of nodes in the plan's list; None if it has none."""
-        numbers = {node: number for node in nodes if (number := self.joined[node]) is not None}
-        return numbers if self.plan.promises.signed else None
+    def finish(self, nodes: list[int], message: Envelope, seconds: float) -> None:
+        """Give nodes the trained model, for their owners."""
+        self.channel.collect(
+            dict.fromkeys(nodes, message),
+            lambda request, data: open_reply(data, request, MOST_HEADER),
+            len(nodes),
+            seconds,
+        )

@@ -11,9 +11,8 @@ from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.model import Model, evaluated_names, finish
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.deploy import node_keys
-from fedrecon._src.deploy.messages import TRAIN, Envelope, Failure, pack_pair, question_number
+from fedrecon._src.deploy.messages import TRAIN, Envelope, Failure, pack_pair, purpose_of, question_number
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.registry import Pace
 from fedrecon._src.deploy.transport import Channel, Replies, open_reply, read_arrays
 from fedrecon._src.privacy import ring
 from fedrecon._src.simulation.evaluation import QUANTILES, Evaluation, summarize
@@ -26,19 +25,6 @@ WIDE_LIMIT, WIDE_UNIT = 2.0**60, 2.0**16  # the largest number of a wide sum, an
 PER_DECADE, LOWEST, HIGHEST = 100, -4, 5  # of the histograms: quantiles are right to 2.4 %
 # A value v is in bin k where EDGES[k - 1] < v <= EDGES[k]; bin 0 has all that is 0 or less.
 EDGES = np.concatenate([[0.0], 10.0 ** (np.arange(LOWEST * PER_DECADE, HIGHEST * PER_DECADE + 1) / PER_DECADE)])
-
-
-class Question(NamedTuple):
-    """What is summed: of which run and round, for what purpose, with which parameters."""
-
-    run: str
-    round: int
-    purpose: str  # training, the part of the users that is measured, or a question of round zero
-    body: bytes
-
-    def envelope(self, plan: Plan, kind: str, facts: Mapping[str, Any], body: bytes) -> Envelope:
-        """Return a message about it."""
-        return Envelope(kind, plan.digest, self.run, self.round, facts, body)
 
 
 def shapes_of(plan: Plan, purpose: str) -> Any:
@@ -62,56 +48,28 @@ class NodeSum(NamedTuple):
 
 
 def open_sum(
-    plan: Plan, channel: Channel, question: Question, nodes: Sequence[int], *, enough: int, seconds: float
+    plan: Plan, channel: Channel, question: Envelope, nodes: Sequence[int], *, enough: int, seconds: float
 ) -> NodeSum:
     """Collect the sums of nodes, which the server sees."""
-    kind, facts = TRAIN, dict[str, Any]()
-    if question.purpose != TRAIN:
-        number = question_number(question.purpose)
-        kind, facts = ("evaluate", {"part": question.purpose}) if number is None else ("prepare", {"number": number})
-    request, like = question.envelope(plan, kind, facts, question.body), shapes_of(plan, question.purpose)
+    like = shapes_of(plan, purpose_of(question))
     replies = channel.collect(
-        dict.fromkeys(nodes, request), lambda request, data: read_arrays(data, request, like), enough, seconds
+        dict.fromkeys(nodes, question), lambda request, data: read_arrays(data, request, like), enough, seconds
     )
     answered = sorted(replies.good)
     return NodeSum([replies.good[node] for node in answered], answered, replies)
 
 
-class SecureSum:
-    """Masked sums in four messages; nodes may leave between any two of them."""
-
-    def __init__(
-        self, plan: Plan, channel: Channel, question: Question, numbers: Mapping[int, int], max_reply_bytes: int
-    ):
-        """Begin, with the numbers that nodes have in the protocol."""
-        self.plan, self.channel, self.question = plan, channel, question
-        self.numbers, self.nodes = numbers, {number: node for node, number in numbers.items()}
-        self.max_reply_bytes = max_reply_bytes
-        self.replies = Replies()
-
-    def stage(self, kind: str, bodies: Mapping[int, bytes], seconds: float, **facts: Any) -> list[tuple[int, bytes]]:
-        """Send each number its body, and return the bodies of the replies."""
-        requests = {}
-        for number, body in bodies.items():
-            own_facts = {**facts, "me": number} if facts else {}
-            requests[self.nodes[number]] = self.question.envelope(self.plan, kind, own_facts, body)
-        replies = self.channel.collect(
-            requests, lambda request, data: open_reply(data, request, self.max_reply_bytes), len(requests), seconds
-        )
-        replies.add_cost_of(self.replies)
-        self.replies = replies
-        return [(self.numbers[node], body) for node, body in sorted(replies.good.items())]
-
-
 def secure_sum_of(
     plan: Plan,
     channel: Channel,
-    question: Question,
+    question: Envelope,
     nodes: Sequence[int],
     numbers: Mapping[int, int] | None,
-    pace: Pace,
+    *,
+    seconds: float,
+    stage_seconds: float,
 ) -> NodeSum:
-    """Collect masked sums of nodes, of which the server learns only the total.
+    """Collect masked sums of nodes, of which the server learns only the total; nodes may leave between two messages.
 
     Args:
       plan: the plan, in which sums are secure.
@@ -119,37 +77,49 @@ def secure_sum_of(
       question: what is summed.
       nodes: who is invited.
       numbers: the nodes' numbers in the plan's list, if keys are signed.
-      pace: how long to wait for masked sums, and for each small message.
+      seconds: how long to wait for masked sums.
+      stage_seconds: how long to wait for each small message.
     """
     from fedrecon._src.privacy import secure_sum
 
-    nodes = sorted(nodes[: plan.most_nodes])
+    nodes, purpose, replies = sorted(nodes[: plan.most_nodes]), purpose_of(question), Replies()
     least = max(plan.least_nodes, len(nodes) // 2 + 1)
     if len(nodes) < least:
         return NodeSum([], [], Replies(failed=dict.fromkeys(nodes, "secure_sum")))
-    like, wide = shapes_of(plan, question.purpose), question_number(question.purpose) is not None
+    like, wide = shapes_of(plan, purpose), question_number(purpose) is not None
     length, cohort = length_of(like, wide), len(nodes)
     terms = secure_sum.plan(cohort, length, bits=bits_of(like), round=question.round, circle=cohort, threshold=least)
     numbers = {node: k for k, node in enumerate(nodes)} if numbers is None else {node: numbers[node] for node in nodes}
-    run = SecureSum(plan, channel, question, numbers, 8 * length + 2**16 + 256 * cohort)
+    by_number = {number: node for node, number in numbers.items()}
+    most = 8 * length + 2**16 + 256 * cohort  # bytes of a reply
+
+    def send(kind: str, bodies: Mapping[int, bytes], seconds: float, **facts: Any) -> list[tuple[int, bytes]]:
+        """Send each number its body, and return the bodies of the replies."""
+        requests = {}
+        for number, body in bodies.items():
+            own_facts = {**facts, "me": number} if facts else {}
+            requests[by_number[number]] = question._replace(kind=kind, facts=own_facts, body=body)
+        answers = channel.collect(
+            requests, lambda request, data: open_reply(data, request, most), len(requests), seconds
+        )
+        replies.add(answers)
+        return [(numbers[node], body) for node, body in sorted(answers.good.items())]
+
     try:
-        terms_for_all = dict.fromkeys(run.nodes, terms.to_bytes())
-        hellos = run.stage("advertise", terms_for_all, pace.stage_deadline, purpose=question.purpose)
+        hellos = send("advertise", dict.fromkeys(by_number, terms.to_bytes()), stage_seconds, purpose=purpose)
         state, rosters = secure_sum.introduce(terms, hellos, verify_keys=node_keys.verify_keys(plan))
-        state, deliveries = secure_sum.deliver(state, run.stage("share", rosters, pace.stage_deadline))
+        state, deliveries = secure_sum.deliver(state, send("share", rosters, stage_seconds))
         bodies = {number: pack_pair(delivery, question.body) for number, delivery in deliveries.items()}
-        state, requests = secure_sum.collect(state, run.stage("mask", bodies, pace.deadline))
-        total = secure_sum.total(state, run.stage("unmask", requests, pace.stage_deadline))
+        state, requests = secure_sum.collect(state, send("mask", bodies, seconds))
+        total = secure_sum.total(state, send("unmask", requests, stage_seconds))
     except secure_sum.SecureSumError:
-        replies = run.replies
         for node in set(nodes) - set(replies.late):
             replies.failed.setdefault(node, "secure_sum")
-        replies.good = {}
         return NodeSum([], [], replies)
     for number in total.refused:
-        run.replies.failed[run.nodes[number]] = "garbage"
+        replies.failed[by_number[number]] = "garbage"
     parts = [from_integers(plan, total.total, like, wide)]
-    return NodeSum(parts, [run.nodes[number] for number in total.clients], run.replies)
+    return NodeSum(parts, [by_number[number] for number in total.clients], replies)
 
 
 # ---- numbers as integers ----
@@ -290,20 +260,10 @@ def _quantile(histogram: np.ndarray, q: float) -> float:
     if count < 1:
         return float("nan")
     rank = q * (count - 1)  # from 0, between two users if not whole
-    low, high = (_of_rank(histogram, int(r)) for r in (np.floor(rank), np.ceil(rank)))
-    return low + (high - low) * (rank - np.floor(rank))
-
-
-def _of_rank(histogram: np.ndarray, rank: int) -> float:
-    """Return the value of the user with a rank, as if users were spread evenly over their bin."""
-    ends = np.cumsum(histogram)
-    index = int(np.searchsorted(ends, rank, side="right"))
-    if index == 0:
-        return 0.0
-    if index >= len(EDGES):
-        return float(EDGES[-1])
-    within = (rank - (ends[index] - histogram[index]) + 0.5) / histogram[index]
-    return float(EDGES[index - 1] + (EDGES[index] - EDGES[index - 1]) * within)
+    ranks = np.floor(rank), np.ceil(rank)
+    # As if users were spread evenly over their bin, each in the middle of its share of it.
+    values = np.interp(np.add(ranks, 0.5), np.cumsum(histogram)[: len(EDGES)], EDGES)
+    return float(np.interp(rank, ranks, values))
 
 
 def add_sums(parts: list[Any]) -> EvaluationSums:

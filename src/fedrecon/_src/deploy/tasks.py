@@ -75,6 +75,7 @@ class _Entry:
     node: int
     round: int
     digest: str
+    data: bytes  # the message, until there is a report
     deadline: float
     fetched: bool = False
     reply: bytes | None = None
@@ -95,8 +96,6 @@ class TaskBoard:
         self._entries: dict[str, _Entry] = {}  # by name, in the order of sending
         self._open: dict[int, dict[str, _Entry]] = {}  # by node: the entries that have no report
         self._purged = 0.0  # when expired entries were dropped
-        self._messages: dict[str, bytes] = {}  # by digest
-        self._holders: collections.Counter[str] = collections.Counter()  # entries that need a message
         self._numbers: dict[bytes, int] = {}  # of nodes, by key
         self._keys: list[bytes] = []
         self._last_seen: dict[int, float] = {}
@@ -130,10 +129,8 @@ class TaskBoard:
                 for old, earlier in list(self._entries.items()):
                     if earlier.deadline < now or (earlier.reply == b"" and earlier.round < number):
                         self._drop(old)
-            entry = self._entries[name] = _Entry(node, number, digest, now + seconds)
+            entry = self._entries[name] = _Entry(node, number, digest, data, now + seconds)
             self._open.setdefault(node, {})[name] = entry
-            self._messages[digest] = data
-            self._holders[digest] += 1
         self.wake(node)
         return name
 
@@ -163,13 +160,7 @@ class TaskBoard:
     def _drop(self, name: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None and entry.reply is None:
-            self._close(name, entry)
-
-    def _close(self, name: str, entry: _Entry) -> None:
-        del self._open[entry.node][name]
-        self._holders[entry.digest] -= 1
-        if not self._holders[entry.digest]:
-            del self._holders[entry.digest], self._messages[entry.digest]
+            del self._open[entry.node][name]
 
     # ---- for nodes ----
 
@@ -205,15 +196,15 @@ class TaskBoard:
             for name, entry in self._open.get(node, {}).items():
                 if entry.deadline > now:
                     entry.fetched = True
-                    ticket, size = self._ticket(name, entry.round, node), len(self._messages[entry.digest])
-                    return NodeTask(entry.round, entry.digest, size, ticket, round(entry.deadline - now, 3))
+                    ticket, seconds = self._ticket(name, entry.round, node), round(entry.deadline - now, 3)
+                    return NodeTask(entry.round, entry.digest, len(entry.data), ticket, seconds)
         return None
 
     def message(self, node: int, digest: str) -> bytes | None:
         """Return a message that a node has a task for."""
         with self._changed:
-            needed = any(entry.digest == digest for entry in self._open.get(node, {}).values())
-            return self._messages[digest] if needed else None
+            entries = self._open.get(node, {}).values()
+            return next((entry.data for entry in entries if entry.digest == digest), None)
 
     def state(self, node: int, number: int, ticket: str) -> str:
         """Return `forged`, `open`, `reported` or `expired`."""
@@ -233,9 +224,8 @@ class TaskBoard:
             state = self.state(node, number, ticket)
             if state == "open":
                 name = ticket[: 2 * NAME_BYTES]
-                entry = self._entries[name]
-                entry.reply = data or b"\0"  # an empty report is garbage, and counts as one
-                self._close(name, entry)
+                entry = self._open[node].pop(name)
+                entry.reply, entry.data = data or b"\0", b""  # an empty report is garbage, and counts as one
                 self._changed.notify_all()
             return state
 
@@ -251,7 +241,6 @@ class Api(Service):
         """Serve a plan and the tasks of a board."""
         self.plan, self.board, self.verifier = plan, board, verifier
         self._waiting: dict[int, asyncio.Event] = {}  # by node
-        self._uploading: set[int] = set()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         board.wake = self._wake
@@ -336,13 +325,7 @@ class Api(Service):
         number, ticket = round_number(request), request.path_params["ticket"]
         state = self.board.state(node, number, ticket)
         if state == "open":
-            if node in self._uploading:
-                raise RequestError(429, "too-many", "this node is sending a report already", **{"Retry-After": "1"})
-            self._uploading.add(node)
-            try:
-                data = await self.read_signed_body(request, digest)
-            finally:
-                self._uploading.discard(node)
+            data = await self.read_signed_body(request, node, digest)
             state = self.board.report(node, number, ticket, data)
         if state == "forged":
             raise RequestError(404, state, "the coordinator gave this node no such ticket")

@@ -23,11 +23,11 @@ _DEVICE = re.compile("[A-Za-z0-9_-]{1,64}")
 _TOKEN = re.compile(r"v1\.([A-Za-z0-9_-]{1,64})\.([0-9]{1,12})\.([A-Za-z0-9_-]{43})")
 
 
-class TokenError(ValueError):
-    """A token that admits nobody.
+class AdmissionError(ValueError):
+    """A request whose token or signature admits nobody.
 
     Attributes:
-      problem: `no-token`, `bad-token` or `expired-token`.
+      problem: why, in a word: `no-token`, `bad-token`, `expired-token`, or one of `node_keys.PROBLEMS`.
     """
 
     def __init__(self, problem: str, detail: str):
@@ -65,15 +65,15 @@ def device_of(secret: bytes, token: str) -> str:
     """Return the device that a token vouches for.
 
     Raises:
-      TokenError: it vouches for none.
+      AdmissionError: it vouches for none.
     """
     match = _TOKEN.fullmatch(token)
     if match is None:
-        raise TokenError("no-token", "a request needs `Authorization: Bearer TOKEN`")
+        raise AdmissionError("no-token", "a request needs `Authorization: Bearer TOKEN`")
     if not hmac.compare_digest(match[3], _mac(secret, token.rpartition(".")[0])):
-        raise TokenError("bad-token", "the token was not issued with the coordinator's secret")
+        raise AdmissionError("bad-token", "the token was not issued with the coordinator's secret")
     if int(match[2]) < time.time():
-        raise TokenError("expired-token", "the token has expired; ask for another")
+        raise AdmissionError("expired-token", "the token has expired; ask for another")
     return match[1]
 
 

@@ -170,11 +170,11 @@ class Replies:
         """How many nodes failed, by reason."""
         return dict(sorted(collections.Counter(self.failed.values()).items()))
 
-    def add_cost_of(self, earlier: Replies) -> None:
-        """Add the failures and bytes of an earlier stage."""
-        self.failed = {**earlier.failed, **self.failed}
-        self.late = sorted({*earlier.late, *self.late})
-        self.sent, self.received = self.sent + earlier.sent, self.received + earlier.received
+    def add(self, later: Replies) -> None:
+        """Add the failures and bytes of a later stage."""
+        self.failed |= later.failed
+        self.late = sorted({*self.late, *later.late})
+        self.sent, self.received = self.sent + later.sent, self.received + later.received
 
 
 class Channel(NamedTuple):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import jax
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.device.export import (
     Exporter,
-    Form,
     Legend,
     Quantisation,
+    column_types,
     export_form,
     numbers,
     packed,
@@ -32,7 +34,7 @@ from fedrecon._src.device.update_graph import DevicePlan, UpdateGraph
 from fedrecon._src.storage.atomic import atomic_folder, read_json
 from fedrecon._src.storage.ownership import check_replaceable
 from fedrecon._version import __version__
-from fedrecon_device.bundle import ITEMS, TABLES, WORDS
+from fedrecon_device.bundle import TABLES
 from fedrecon_device.check import TRAINING_VECTORS, VECTORS, check
 from fedrecon_device.contents import written
 from fedrecon_device.errors import BundleError
@@ -41,7 +43,6 @@ from fedrecon_device.plan import PLAN
 
 MOST_EXAMPLES = 300
 EXPORTED = "reconstruct.jaxexport"
-TRAINING = (PLAN, TRAINING_VECTORS)
 
 
 def bundle(
@@ -102,37 +103,41 @@ def bundle(
     terms = DevicePlan() if train is True else train or None
     if terms is not None:
         terms.check(algorithm, onnx=onnx)
-    legend = legend or Legend()
-    examples = wide(like)
+    legend, examples, limit = legend or Legend(), wide(like), algorithm.method.support_limit
+    used = most if limit is None else min(most, limit)
+    check_number("most", used, least=1)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
     stored = packed(leaves, quantise, legend.exact)
     tables = unpacked(stored)  # a device computes with these, so test vectors come from them
-    form = export_form(algorithm, unflatten(structure, tables), legend.seed, ranked=legend.ranks)
+    params = unflatten(structure, tables)
+    form = export_form(algorithm, params, legend.seed, ranked=legend.ranks)
     form = form if legend.adapt is None else legend.adapt(form)
-    room, most = most, most if form.limit is None else min(most, form.limit)
-    if most < 1:
-        raise ValueError(f"`most` must be at least 1: a device reconstructs from examples (got {most})")
-    exporter = Exporter(form, tables, structure, examples, most, legend.queries)
-    graphs, problems = exporter.graphs() if onnx else ({}, {})
-    files: dict[str, bytes] = {f"{name}.onnx": graph.data for name, graph in graphs.items()}
-    files[TABLES] = tables_file(stored, exporter.start)
+    exporter = Exporter(form, tables, structure, examples, used, legend.queries)
+    files = {TABLES: tables_file(stored, exporter.start), VECTORS: written(VECTORS, exporter.vectors(legend))}
+    files |= {name: written(name, content) for name, content in legend.files.items()}
+    graphs: dict[str, OnnxGraph] = {}
+    problems: dict[str, str] = {}  # why a graph is missing
     if onnx:
         files[EXPORTED] = exporter.stablehlo()
-    files[VECTORS] = written(VECTORS, exporter.vectors(legend))
-    files |= {name: written(name, content) for name, content in legend.files.items()}
+        for name, export in (("reconstruct", exporter.reconstruct_graph), ("predict", exporter.predict_graph)):
+            with _note(problems, name):
+                graphs[name] = export()
     if terms is not None:
-        update = UpdateGraph(algorithm, examples, room, form.prepare, terms.constant)
-        files |= _training_files(update, terms, unflatten(structure, tables), legend.seed, graphs, problems)
-    names = dict.fromkeys(("reconstruct", "predict", *graphs, *problems))
-    entries = {name: _graph_entry(name, graphs, problems) for name in names}
-    manifest = _describe(legend, form, examples, most) | {"graphs": entries, "quantised": quantise}
+        update = UpdateGraph(algorithm, examples, most, form.prepare, terms.constant)
+        with _note(problems, "update"):
+            graph, first_state = update.graph(), update.state_graph()
+            graphs |= {"update": graph} | ({} if first_state is None else {"state": first_state})
+            plan, vectors = update.plan(terms, graph, legend.seed), update.vectors(params, legend.seed)
+            files |= {PLAN: written(PLAN, plan), TRAINING_VECTORS: written(TRAINING_VECTORS, vectors)}
+    files |= {f"{name}.onnx": graph.data for name, graph in graphs.items()}
+    manifest = _describe(algorithm, legend, examples, used)
+    manifest |= {"graphs": _graph_entries(graphs, problems), "quantised": quantise}
     if legend.page is not None:
         files |= legend.page({**manifest, "files": _entries(files)})
     with atomic_folder(out, replace=replace) as folder:
         _write(folder, manifest, files)
-        if onnx and not problems and (wrong := _disproved(folder)) is not None:
-            problems = dict.fromkeys(graphs, wrong)
-            _remove_graphs(folder, manifest, files, problems)
+        if onnx and not problems:
+            problems = _check_graphs(folder, manifest, files, graphs)
     if set(problems) == {"update"}:
         raise ExportError(f"{out} cannot train: {problems['update']}")
     if problems:
@@ -140,41 +145,32 @@ def bundle(
     return Path(out)
 
 
-def _training_files(
-    update: UpdateGraph,
-    terms: DevicePlan,
-    params: Any,
-    seed: int,
-    graphs: dict[str, OnnxGraph],
-    problems: dict[str, str],
-) -> dict[str, bytes]:
-    """Export the update graph; return it with its plan and test vectors, or note why it cannot be exported."""
+@contextlib.contextmanager
+def _note(problems: dict[str, str], name: str) -> Iterator[None]:
+    """Note why a graph cannot be exported."""
     try:
-        graph, first_state = update.graph(), update.state_graph()
+        yield
     except ExportError as problem:
-        problems["update"] = str(problem)
-        return {}
-    graphs |= {"update": graph} | ({} if first_state is None else {"state": first_state})
-    files = {f"{name}.onnx": graphs[name].data for name in ("update", "state") if name in graphs}
-    plan, vectors = update.plan(terms, graph, seed), update.vectors(params, seed)
-    return files | {PLAN: written(PLAN, plan), TRAINING_VECTORS: written(TRAINING_VECTORS, vectors)}
+        problems[name] = str(problem)
 
 
-def _describe(legend: Legend, form: Form, examples: Mapping[str, np.ndarray], most: int) -> dict[str, Any]:
+def _describe(algorithm: Algorithm, legend: Legend, examples: Mapping[str, np.ndarray], most: int) -> dict[str, Any]:
     """Return what a manifest says, besides graphs, quantisation and files."""
+    tools = {name: version(name) for name in ("jax2onnx", "onnx") if find_spec(name)}
+    evidence = algorithm.model.evidence is not None
+    # A device does not continue from its old local parameters where the solution does not depend on the start (least
+    # squares), where the support moves the start, or for items: there a reconstruction takes milliseconds, and from a
+    # fixed start it does not depend on the past.
+    descends = legend.settings.get("solver", "gradient-descent") == "gradient-descent"
+    warm_start = descends and not evidence and not legend.ranks
     return {
         "format": FORMAT,
         "version": VERSION,
         "task": legend.task,
-        "made_with": {
-            "fedrecon": __version__,
-            "jax": jax.__version__,
-            "zlib": zlib.ZLIB_RUNTIME_VERSION,
-            **_versions("jax2onnx", "onnx"),
-        },
+        "made_with": {"fedrecon": __version__, "jax": jax.__version__, "zlib": zlib.ZLIB_RUNTIME_VERSION, **tools},
         "opset": OPSET,
-        "examples": {"most": most, "columns": _types(examples)},
-        "reconstruct": {**legend.settings, "evidence": form.evidence, "warm_start": _warm(form, legend)},
+        "examples": {"most": most, "columns": column_types(examples)},
+        "reconstruct": {**legend.settings, "evidence": evidence, "warm_start": warm_start},
         "scale": None if legend.scale is None else numbers(legend.scale),
         "least_count": legend.least_count,
         "roles": dict(legend.roles),
@@ -202,56 +198,30 @@ def _write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]
     (folder / MANIFEST).write_bytes(manifest_bytes({**manifest, "files": _entries(files)}))
 
 
-def _remove_graphs(
-    folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes], problems: Mapping[str, str]
-) -> None:
-    """Remove graphs that disagree with the model, which are not delivered, and say why in the manifest."""
-    graphs = [name for name in files if name.endswith(".onnx") or name in TRAINING]
-    for name in graphs:
-        (folder / name).unlink()
-    entries = {name: _graph_entry(name, {}, problems) for name in problems}
-    _write(folder, {**manifest, "graphs": entries}, {name: files[name] for name in files if name not in graphs})
-
-
-def _disproved(folder: Path) -> str | None:
-    """Run the test vectors in ONNX Runtime; return what is wrong, None if nothing is."""
+def _check_graphs(
+    folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes], graphs: Mapping[str, OnnxGraph]
+) -> dict[str, str]:
+    """Run the test vectors in ONNX Runtime; remove graphs that disagree with the model, and return why."""
     try:
         check(folder)
     except BundleError as problem:
-        return f"the exported graphs do not do what the model does: {problem}"
-    return None
+        problems = dict.fromkeys(graphs, f"the exported graphs do not do what the model does: {problem}")
+        removed = {PLAN, TRAINING_VECTORS, *(f"{name}.onnx" for name in graphs)} & set(files)
+        for name in removed:
+            (folder / name).unlink()
+        rest = {name: data for name, data in files.items() if name not in removed}
+        _write(folder, {**manifest, "graphs": _graph_entries({}, problems)}, rest)
+        return problems
+    return {}
 
 
 def _entries(files: Mapping[str, bytes]) -> dict[str, Any]:
     return {name: {"bytes": len(data), "sha256": digest_of(data)} for name, data in sorted(files.items())}
 
 
-def _graph_entry(name: str, graphs: Mapping[str, OnnxGraph], problems: Mapping[str, str]) -> dict[str, Any]:
-    if name not in graphs:
-        return {"missing": problems.get(name, "not exported")}
-    return {"file": f"{name}.onnx", "inputs": graphs[name].inputs, "outputs": graphs[name].outputs}
-
-
-def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: {"dtype": str(column.dtype), "shape": list(column.shape[1:])} for name, column in columns.items()}
-
-
-def _warm(form: Form, legend: Legend) -> bool:
-    """Say whether a device should continue from its old local parameters.
-
-    Not where the solution does not depend on the start (least squares), where the support moves the start, or for
-    items: there a reconstruction takes milliseconds, and from a fixed start it does not depend on the past.
-    """
-    descends = legend.settings.get("solver", "gradient-descent") == "gradient-descent"
-    return descends and not form.evidence and not legend.ranks
-
-
-def _versions(*names: str) -> dict[str, str]:
-    versions = {}
-    for name in names:
-        with contextlib.suppress(ImportError):
-            versions[name] = version(name)
-    return versions
-
-
-__all__ = ["EXPORTED", "ITEMS", "WORDS", "ExportError", "Legend", "bundle", "check_bundle"]
+def _graph_entries(graphs: Mapping[str, OnnxGraph], problems: Mapping[str, str]) -> dict[str, Any]:
+    missing = {"reconstruct": "not exported", "predict": "not exported", **problems}
+    return {name: {"missing": reason} for name, reason in missing.items()} | {
+        name: {"file": f"{name}.onnx", "inputs": graph.inputs, "outputs": graph.outputs}
+        for name, graph in graphs.items()
+    }

@@ -24,7 +24,7 @@ from fedrecon._src.device.inlining import used_inputs
 from fedrecon._src.device.onnx_graphs import OnnxGraph, to_onnx
 from fedrecon._src.device.threefry import ExportError
 from fedrecon._src.models.text.shared_weights import plain_layers
-from fedrecon_device.bundle import ITEM_TASKS, ITEMS
+from fedrecon_device.bundle import ITEM_TASKS, ITEMS, padded
 from fedrecon_device.errors import BundleError
 from fedrecon_device.graphs import Graph
 from fedrecon_device.ranking import rank
@@ -154,12 +154,6 @@ def made_up_ratings(num_items: int, scale: Sequence[float] | None, most: int) ->
     return {"item": items, "rating": ratings.astype(np.float32)}
 
 
-def made_up_clicks(num_items: int, most: int, *, counted: bool) -> dict[str, np.ndarray]:
-    """Return made-up clicks, for the test vectors of a clicks model; with counts if the model reads them."""
-    columns = made_up_ratings(num_items, (1, 9), most)
-    return columns if counted else {"item": columns["item"]}
-
-
 HIGHEST_LOG = 80.0  # higher predictions are cut to this: float32 ends at the exponential of 88
 
 
@@ -170,16 +164,12 @@ class Form(NamedTuple):
       reconstruct: `(global, start, columns of (N, ...), count) -> local`; a model's evidence is added to the start.
       predict: `(global, local, columns) -> array`.
       start: where reconstruction starts: the learned default, or the fresh parameters of a single client.
-      limit: how many examples reconstruction can use; None for no limit.
-      evidence: whether the support moves the start.
       prepare: `columns -> columns`, from what people have to what the model reads.
     """
 
     reconstruct: Callable[[Params, Params, Batch, Array], Params]
     predict: Callable[[Params, Params, Batch], Array]
     start: Params
-    limit: int | None
-    evidence: bool
     prepare: Callable[[Batch], Batch] = lambda columns: columns
 
 
@@ -212,19 +202,14 @@ def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool
             result: Any = predict_in(model, params, local, columns, step)
             return result.values() if hasattr(result, "values") else result  # logits are kept as a product
 
-    return Form(reconstruct, predict, start, algorithm.method.support_limit, model.evidence is not None)
+    return Form(reconstruct, predict, start)
 
 
-def of_counts(form: Form, feature: str = "rating") -> Form:
-    """Make a form that has learned log(1 + count) take and give counts.
-
-    Args:
-      form: the form, learned from logarithms.
-      feature: the column that holds the counts; what is below 0 counts as 0, as in training.
-    """
+def of_counts(form: Form) -> Form:
+    """Make a form that has learned log(1 + count) take and give counts; those below 0 are 0, as in training."""
 
     def prepare(columns: Batch) -> Batch:
-        return {**columns, feature: jnp.log1p(jnp.maximum(columns[feature], 0))}
+        return {**columns, "rating": jnp.log1p(jnp.maximum(columns["rating"], 0))}
 
     def predict(params: Params, local: Params, columns: Batch) -> Array:
         return jnp.expm1(jnp.minimum(form.predict(params, local, columns), HIGHEST_LOG))
@@ -232,18 +217,17 @@ def of_counts(form: Form, feature: str = "rating") -> Form:
     return _prepared(form, prepare)._replace(predict=predict)
 
 
-def of_weighed(form: Form, weight: Callable[[Array], Array], feature: str = "rating") -> Form:
+def of_weighed(form: Form, weight: Callable[[Array], Array]) -> Form:
     """Make a form whose examples have weights take counts, which `weight` turns into weights.
 
     Args:
       form: the form, which reads the column `weight`.
       weight: the weight of a count; counts below 1 are taken as 1.
-      feature: the column that holds the counts.
     """
 
     def prepare(columns: Batch) -> Batch:
-        rest = {name: column for name, column in columns.items() if name != feature}
-        return {**rest, "weight": weight(jnp.maximum(columns[feature], 1))}
+        rest = {name: column for name, column in columns.items() if name != "rating"}
+        return {**rest, "weight": weight(jnp.maximum(columns["rating"], 1))}
 
     return _prepared(form, prepare)
 
@@ -303,130 +287,102 @@ def wide(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: array.astype(wide.get(array.dtype.kind, array.dtype)) for name, array in arrays.items()}
 
 
+def under(prefix: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): jnp.asarray(x) for name, x in named.items() if name.startswith(prefix)}
+
+
+def column_types(columns: Columns) -> dict[str, Any]:
+    """Return the type of each column and the shape of one example, as JSON values."""
+    return {name: {"dtype": str(column.dtype), "shape": list(column.shape[1:])} for name, column in columns.items()}
+
+
 class Exporter:
     """The two functions of a form with flat, named inputs, as graphs, as StableHLO, and as test vectors."""
 
-    def __init__(
-        self,
-        form: Form,
-        tables: Mapping[str, np.ndarray],
-        structure: Any,
-        like: Mapping[str, np.ndarray],
-        most: int,
-        ask: Mapping[str, Any] | None,
-    ):
+    def __init__(self, form: Form, tables: Columns, structure: Any, like: Columns, most: int, queries: Any):
         """Prepare a form with the tables that a device has."""
-        self._form, self._tables, self._structure = form, tables, structure
-        self._like, self._most = like, most
+        self._form, self._structure, self._like, self._most = form, structure, like, most
+        self._tables = {f"global/{path}": table for path, table in tables.items()}
         start, self._local = flatten(form.start)
         self.start = {path: np.asarray(leaf) for path, leaf in start.items()}
-        self._ask = self._predicting(like if ask is None else ask)
-
-    def _predicting(self, ask: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the columns that predictions read."""
-        columns = wide(ask)
-        examples = {f"example/{name}": column for name, column in columns.items()}
-        used = used_inputs(lambda named: self._predict({**self._named("local"), **named}), examples)
-        return {name: column for name, column in columns.items() if f"example/{name}" in used}
+        columns = {f"example/{name}": column for name, column in wide(like if queries is None else queries).items()}
+        read = used_inputs(lambda named: self._predict({**self._named("local"), **named}), columns)
+        self._queries = {name: columns[name] for name in read}
 
     def _named(self, local: str) -> dict[str, np.ndarray]:
         """Name the tables, and local parameters as `start` or `local`."""
-        result = {f"global/{path}": table for path, table in self._tables.items()}
-        return result | {f"{local}/{path}": leaf for path, leaf in self.start.items()}
+        return self._tables | {f"{local}/{path}": leaf for path, leaf in self.start.items()}
 
     def _parts(self, named: Mapping[str, Any], local: str) -> tuple[Any, Any, dict[str, Any]]:
         """Return global and local parameters and columns from named inputs."""
-        params = unflatten(self._structure, {path: jnp.asarray(named[f"global/{path}"]) for path in self._tables})
-        local_params = unflatten(self._local, {path: jnp.asarray(named[f"{local}/{path}"]) for path in self.start})
-        columns = {name.removeprefix("example/"): array for name, array in named.items() if name.startswith("example/")}
-        return params, local_params, columns
+        params, local_params = under("global/", named), under(f"{local}/", named)
+        return unflatten(self._structure, params), unflatten(self._local, local_params), under("example/", named)
 
     def _reconstruct(self, named: Mapping[str, Any]) -> list[Any]:
-        params, start, columns = self._parts(named, "start")
-        return list(flatten(self._form.reconstruct(params, start, columns, named["count"]))[0].values())
+        local = self._form.reconstruct(*self._parts(named, "start"), named["count"])
+        return list(flatten(local)[0].values())
 
     def _predict(self, named: Mapping[str, Any]) -> list[Any]:
         return [self._form.predict(*self._parts(named, "local"))]
 
-    def _support(self) -> dict[str, Any]:
-        columns = {
-            f"example/{name}": np.zeros((self._most, *array.shape[1:]), array.dtype)
-            for name, array in self._like.items()
-        }
-        return {**self._named("start"), **columns, "count": np.int32(0)}
+    def _support(self, columns: Columns) -> dict[str, Any]:
+        """Name the inputs of a reconstruction from examples: of many, from the newest."""
+        columns = {f"example/{name}": column[-self._most :] for name, column in columns.items()}
+        count = np.int32(len(next(iter(columns.values()))))
+        examples = {name: padded(column, self._most) for name, column in columns.items()}
+        return {**self._named("start"), **examples, "count": count}
 
-    def graphs(self) -> tuple[dict[str, OnnxGraph], dict[str, str]]:
-        """Translate both functions; what cannot be translated is in the second mapping, with the reason."""
-        graphs: dict[str, OnnxGraph] = {}
-        problems: dict[str, str] = {}
-        outputs = [f"local/{path}" for path in self.start]
-        query = {f"example/{name}": column for name, column in self._ask.items()}
-        predicting = {**self._named("local"), **query}
-        try:
-            graphs["reconstruct"] = to_onnx(self._reconstruct, self._support(), outputs)
-        except ExportError as problem:
-            problems["reconstruct"] = str(problem)
-        try:
-            if any(len(column) != 1 for column in query.values()):
-                with contextlib.suppress(ExportError, BundleError):
-                    graph = to_onnx(self._predict, predicting, ["prediction"], any_number=list(query))
-                    if self._predicts(graph, predicting):
-                        graphs["predict"] = graph
-            if "predict" not in graphs:
-                graphs["predict"] = to_onnx(self._predict, predicting, ["prediction"])
-        except ExportError as problem:
-            problems["predict"] = str(problem)
-        return graphs, problems
+    def reconstruct_graph(self) -> OnnxGraph:
+        """Translate reconstruction."""
+        return to_onnx(self._reconstruct, self._support(self._like), [f"local/{path}" for path in self.start])
 
-    def _predicts(self, graph: OnnxGraph, inputs: Mapping[str, Any]) -> bool:
-        """Say whether a graph for any number of examples is right: exporters know some layers for one number only."""
-        result = Graph("predict.onnx", graph.data, graph._asdict()).run(inputs)["prediction"]
-        expected = np.asarray(jax.jit(self._predict)(inputs)[0])
-        return result.shape == expected.shape and bool(np.allclose(result, expected, 1e-5, 1e-5))
+    def predict_graph(self) -> OnnxGraph:
+        """Translate prediction, for any number of examples if that works."""
+        inputs = {**self._named("local"), **self._queries}
+        if any(len(column) != 1 for column in self._queries.values()):
+            with contextlib.suppress(ExportError, BundleError):
+                graph = to_onnx(self._predict, inputs, ["prediction"], any_number=list(self._queries))
+                result = Graph("predict.onnx", graph.data, graph._asdict()).run(inputs)["prediction"]
+                expected = np.asarray(jax.jit(self._predict)(inputs)[0])
+                # Exporters know some layers for one number of examples only.
+                if result.shape == expected.shape and np.allclose(result, expected, 1e-5, 1e-5):
+                    return graph
+        return to_onnx(self._predict, inputs, ["prediction"])
 
     def stablehlo(self) -> bytes:
         """Return reconstruction as jax.export writes it, without source locations."""
+        inputs = self._support(self._like)
         with _without_places():
-            shapes = {
-                name: jax.ShapeDtypeStruct(np.shape(array), array.dtype) for name, array in self._support().items()
-            }
-            return bytes(jax.export.export(jax.jit(self._reconstruct))(shapes).serialize())
+            return bytes(jax.export.export(jax.jit(self._reconstruct))(inputs).serialize())
 
     def vectors(self, legend: Legend) -> list[dict[str, Any]]:
         """Return test vectors, from JAX and the tables of the device."""
         reconstruct, predict = jax.jit(self._reconstruct), jax.jit(self._predict)
-        result = []
+        queries = {name.removeprefix("example/"): column for name, column in self._queries.items()}
+        cases = []
         for name, columns in draws(self._like, self._most).items():
-            count = min(self._most, len(next(iter(columns.values()))))
-            support = self._support()
-            for feature, column in columns.items():
-                support[f"example/{feature}"][:count] = column[len(column) - count :]
-            local = reconstruct({**support, "count": jnp.int32(count)})
-            named = self._named("local") | {f"local/{path}": x for path, x in zip(self.start, local, strict=True)}
-            query = {f"example/{feature}": column for feature, column in self._ask.items()}
+            local = dict(zip(self.start, reconstruct(self._support(columns)), strict=True))
+            named = self._tables | {f"local/{path}": leaf for path, leaf in local.items()}
             case: dict[str, Any] = {
                 "name": name,
                 "examples": plain(columns),
-                "local": {path: promised(x, self.start[path]) for path, x in zip(self.start, local, strict=True)},
+                "local": {path: promised(leaf, self.start[path]) for path, leaf in local.items()},
                 "predict": {
-                    "examples": plain(self._ask),
-                    "dtypes": {feature: str(column.dtype) for feature, column in self._ask.items()},
-                    "prediction": promised(predict({**named, **query})[0]),
+                    "examples": plain(queries),
+                    "dtypes": {feature: str(column.dtype) for feature, column in queries.items()},
+                    "prediction": promised(predict({**named, **self._queries})[0]),
                 },
             }
             if legend.ranks:
-                case["top"] = self._top(legend, predict, named, columns)
-            result.append(case)
-        return result
-
-    def _top(self, legend: Legend, predict: Callable[..., Any], named: Mapping[str, Any], columns: Any) -> list[int]:
-        counts = legend.files[ITEMS]["counts"]
-        rows = next(len(array) for path, array in self._tables.items() if path.endswith("item_embedding"))
-        scores = np.asarray(predict({**named, "example/item": np.arange(rows, dtype=np.int32)})[0])
-        item_counts = None if counts is None else np.asarray(counts)
-        return rank(
-            scores, 10, left_out=set(columns["item"].tolist()), counts=item_counts, least=legend.least_count
-        ).tolist()
+                rows = next(len(table) for path, table in self._tables.items() if path.endswith("item_embedding"))
+                scores = np.asarray(predict({**named, "example/item": np.arange(rows, dtype=np.int32)})[0])
+                counts = legend.files[ITEMS]["counts"]
+                counts = None if counts is None else np.asarray(counts)
+                rated = columns["item"].tolist()
+                case["top"] = rank(scores, 10, left_out=rated, counts=counts, least=legend.least_count).tolist()
+            cases.append(case)
+        return cases
 
 
 @contextlib.contextmanager

@@ -93,10 +93,6 @@ def _call(name: str) -> Rule:
     return rule
 
 
-def _identity(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    return values
-
-
 def _while(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
     split = equation.params["cond_nconsts"]
@@ -118,17 +114,17 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     unstacked = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.invars, body.invars, strict=True))
     consts = unstacked - carries
     held, start, stacked = values[:consts], values[consts : consts + carries], values[consts + carries :]
-    shapes = [atom.aval for atom in equation.outvars[carries:]]
 
     def step(done: Array, carry: Any) -> Any:
         state, outputs = carry
         t = length - 1 - done if params["reverse"] else done
         now = [lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in stacked]
         result = _closed(params["jaxpr"], (*held, *state, *now))
-        new = [_put(old, x, t) for old, x in zip(outputs, result[carries:], strict=True)]
-        return result[:carries], new
+        # Rows are replaced by a mask: exporters translate that everywhere, inside loops too.
+        at_step = [(jnp.arange(length) == t).reshape(-1, *[1] * x.ndim) for x in result[carries:]]
+        return result[:carries], list(map(_choose, at_step, result[carries:], outputs))
 
-    outputs = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    outputs = [jnp.zeros(atom.aval.shape, atom.aval.dtype) for atom in equation.outvars[carries:]]
     if not length:
         return [*start, *outputs]
     state, outputs = _loop(length, step, (list(start), outputs))
@@ -139,12 +135,6 @@ def _loop(steps: int, step: Callable[[Array, Any], Any], carry: Any) -> Any:
     """Do what `lax.fori_loop` does, but always as a loop with a condition: the one kind that exporters know well."""
     start = (jnp.int32(0), carry)
     return lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, step(c[0], c[1])), start)[1]
-
-
-def _put(values: Array, new: Array, t: Array) -> Array:
-    """Replace row `t`, by a mask: exporters translate that everywhere, inside loops too."""
-    at_step = (jnp.arange(values.shape[0]) == t).reshape(-1, *[1] * new.ndim)
-    return _choose(at_step, new[None], values)
 
 
 def _choose(condition: Array, yes: Array, no: Array) -> Array:
@@ -164,13 +154,6 @@ def _select(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     branches = [lambda *args, jaxpr=jaxpr: tuple(_closed(jaxpr, args)) for jaxpr in equation.params["branches"]]
     return lax.switch(values[0].astype(jnp.int32), branches, *values[1:])
-
-
-def _custom_vjp(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    for name in ("call_jaxpr", "fun_jaxpr"):
-        if name in equation.params:
-            return _call(name)(equation, values)
-    raise ValueError(f"unknown form of {equation.primitive.name}: {sorted(equation.params)}")
 
 
 def _linear_solve(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -220,32 +203,23 @@ def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     axes, batching = tuple(numbers.scatter_dims_to_operand_dims), tuple(numbers.operand_batching_dims)
     window = [dim for dim in range(operand.ndim) if dim not in axes and dim not in batching]
     whole = [updates.shape[dim] for dim in numbers.update_window_dims] == [operand.shape[dim] for dim in window]
-    if axes != tuple(numbers.inserted_window_dims) or not whole:
-        return _as_it_is(equation, values)
-    if len(axes) == 2 and not window and all(operand.shape[dim] == 1 for dim in batching):
-        return [operand + _added_at_pairs(operand, axes, indices.reshape(-1, 2), updates.reshape(-1))]
-    if len(axes) != 1:
+    if not axes or axes != tuple(numbers.inserted_window_dims) or not whole:
         return _as_it_is(equation, values)
     of_indices = tuple(numbers.scatter_indices_batching_dims)
-    order = (*of_indices, *(dim for dim in range(indices.ndim - 1) if dim not in of_indices))
+    order = [*of_indices, *(dim for dim in range(indices.ndim - 1) if dim not in of_indices)]
     outer = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
-    batches, rows = [operand.shape[dim] for dim in batching], operand.shape[axes[0]]
-    places = jnp.transpose(indices[..., 0], order).reshape(math.prod(batches), 1, -1)
+    batches = math.prod(operand.shape[dim] for dim in batching)
+    places = jnp.transpose(indices, (*order, indices.ndim - 1)).reshape(batches, -1, len(axes))
     new = jnp.transpose(updates, (*(outer[dim] for dim in order), *numbers.update_window_dims))
-    new = new.reshape(places.shape[0], places.shape[2], -1)
-    hot = (places == jnp.arange(rows, dtype=places.dtype)[:, None]).astype(new.dtype)  # (batches, rows, places)
-    summed = _matmul(hot, new).reshape(*batches, rows, *(operand.shape[dim] for dim in window))
-    return [operand + jnp.transpose(summed, sorted(range(operand.ndim), key=(*batching, axes[0], *window).__getitem__))]
-
-
-def _added_at_pairs(operand: Array, axes: Sequence[int], pairs: Array, new: Array) -> Array:
-    """Add single numbers at pairs of indices: a product of two one-hot matrices."""
-    first, second = (
-        (pairs[:, k, None] == jnp.arange(operand.shape[axis], dtype=pairs.dtype)).astype(new.dtype)
-        for k, axis in enumerate(axes)
-    )
-    summed = first.T @ (second * new[:, None])
-    return (summed if axes[0] < axes[1] else summed.T).reshape(operand.shape)
+    new = new.reshape(*places.shape[:2], -1)  # (batches, places, numbers)
+    first, *later = [jnp.arange(operand.shape[axis], dtype=places.dtype) for axis in axes]
+    for k in range(len(later), 0, -1):
+        hot = (places[..., k, None] == later[k - 1]).astype(new.dtype)  # (batches, places, rows)
+        new = (hot[..., None] * new[..., None, :]).reshape(*places.shape[:2], -1)
+    hot = (places[:, None, :, 0] == first[:, None]).astype(new.dtype)  # (batches, rows, places)
+    dims = [*batching, *axes, *window]
+    summed = _matmul(hot, new).reshape([operand.shape[dim] for dim in dims])
+    return [operand + jnp.moveaxis(summed, range(operand.ndim), dims)]
 
 
 def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -260,15 +234,10 @@ def _gather(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         return _as_it_is(equation, values)
     axis = single[0]
     places = indices[..., mapped.index(axis)]
-    rows = jnp.moveaxis(operand, axis, 0)
-    read = lax.GatherDimensionNumbers(tuple(range(places.ndim, places.ndim + operand.ndim - 1)), (0,), (0,))
-    result = lax.gather(rows, places[..., None], read, (1, *rows.shape[1:]), mode=params["mode"])
-    kept_sizes = [size for dim, size in enumerate(sizes) if dim not in numbers.collapsed_slice_dims]
-    result = result.reshape(*places.shape, *kept_sizes)
-    order, batch_dims = {}, iter(range(places.ndim))
-    for dim in range(result.ndim):
-        order[dim] = places.ndim + numbers.offset_dims.index(dim) if dim in numbers.offset_dims else next(batch_dims)
-    return [jnp.transpose(result, [order[dim] for dim in range(result.ndim)])]
+    read = jnp.take(jnp.moveaxis(operand, axis, 0), places, 0, mode="clip")
+    read = read.reshape(*places.shape, *(sizes[d] for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims))
+    outer = [dim for dim in range(read.ndim) if dim not in numbers.offset_dims]
+    return [jnp.moveaxis(read, range(read.ndim), [*outer, *numbers.offset_dims])]
 
 
 def _dot(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -319,32 +288,25 @@ def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 CALLS: dict[str, Rule] = {
     "jit": _call("jaxpr"),
-    "pjit": _call("jaxpr"),
     "closed_call": _call("call_jaxpr"),
-    "core_call": _call("call_jaxpr"),
-    "remat2": _call("jaxpr"),
     "checkpoint": _call("jaxpr"),
+    "remat2": _call("jaxpr"),
     "custom_jvp_call": _call("call_jaxpr"),
-    "custom_vjp_call": _custom_vjp,
-    "custom_vjp_call_jaxpr": _custom_vjp,
+    "custom_vjp_call": _call("call_jaxpr"),
     "custom_vmap_call": _call("call"),
 }
 RULES: dict[str, Rule] = {
     **CALLS,
     **threefry.RULES,
+    **dict.fromkeys(("optimization_barrier", "stop_gradient", "copy"), lambda equation, values: values),
     "bitcast_convert_type": threefry.bitcast,
     "cummax": _cummax,
     "dot_general": _dot,
     "erf_inv": threefry.erf_inv,
     "gather": _gather,
     "scatter-add": _scatter_add,
-    "scatter_add": _scatter_add,
     "select_n": _select,
     "custom_linear_solve": _linear_solve,
-    "optimization_barrier": _identity,
-    "stop_gradient": _identity,
-    "copy": _identity,
-    "copy_p": _identity,
     "while": _while,
     "scan": _scan,
     "cond": _cond,

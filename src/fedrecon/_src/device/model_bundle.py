@@ -17,8 +17,8 @@ from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
 from fedrecon._src.data.sentences import prompt_columns
-from fedrecon._src.device.bundle_writer import ITEMS, MOST_EXAMPLES, WORDS, bundle
-from fedrecon._src.device.export import Legend, Quantisation, made_up_clicks, made_up_ratings, of_counts, of_weighed
+from fedrecon._src.device.bundle_writer import MOST_EXAMPLES, bundle
+from fedrecon._src.device.export import Legend, Quantisation, made_up_ratings, of_counts, of_weighed
 from fedrecon._src.device.update_graph import DevicePlan
 from fedrecon._src.device.web_page import check_vendor, page_files
 from fedrecon._src.privacy.accounting import Release, noise_for
@@ -30,22 +30,9 @@ from fedrecon._src.recommend.tasks import Items
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon._src.server.aggregator import Aggregator
 from fedrecon._src.server.fixed_point import ClientNoise, secure
+from fedrecon_device.bundle import ITEMS, WORDS
 
 MOST_ROOM = 10**5  # examples of one person: graphs have room for this many, and are tested with them
-
-
-class DeviceNoise(NamedTuple):
-    """How much noise devices add. No sampling is claimed: a device may be in every round.
-
-    Attributes:
-      epsilon: what all rounds together may give away; None for no noise, or as much as `noise_multiplier` gives.
-      noise_multiplier: noise in the sum, in units of the clipping norm, instead of what epsilon needs.
-      per_round: how many reports a round has; the sum is divided by this. None for the plan's least.
-    """
-
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    per_round: int | None = None
 
 
 class DeviceTraining(NamedTuple):
@@ -56,14 +43,19 @@ class DeviceTraining(NamedTuple):
       clip_norm: with a helper: the largest norm of what a device adds.
       bits: with a helper: 20, 24 or 32; fewer make reports smaller and rounding coarser.
       most: with a helper: the most reports of a sum.
-      noise: with a helper: what devices add, so that nobody sees a sum without it.
+      epsilon: with a helper: what all rounds together may give away; devices then add noise, so that nobody sees a sum
+        without it. No sampling is claimed: a device may be in every round.
+      noise_multiplier: noise in the sum, in units of the clipping norm, instead of what epsilon needs.
+      per_round: with noise: how many reports a round has; the sum is divided by this. None for the plan's least.
     """
 
     plan: DevicePlan = DevicePlan()
     clip_norm: float = 5.0
     bits: int = 32
     most: int = 1000
-    noise: DeviceNoise = DeviceNoise()
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    per_round: int | None = None
 
     def algorithm(self, saved: SavedModel[Any], examples: int) -> Algorithm:
         """Return what is trained.
@@ -74,9 +66,7 @@ class DeviceTraining(NamedTuple):
         """
         if self.plan.helper is None:
             return saved.trainable(self.plan.rounds)
-        epsilon, multiplier, _ = self.noise
-        if epsilon is not None:
-            multiplier = self._noise_for(epsilon, saved)
+        multiplier = self.noise_multiplier if self.epsilon is None else self._noise_for(self.epsilon, saved)
         aggregator = self._plain(saved, examples) if multiplier is None else self._noised(saved, multiplier)
         return saved.trainable(self.plan.rounds, aggregator)
 
@@ -94,7 +84,7 @@ class DeviceTraining(NamedTuple):
 
     def _noised(self, saved: SavedModel[Any], multiplier: float) -> Aggregator:
         """Return a mean in which all devices weigh the same, so that the norm bounds what each of them adds."""
-        per_round, scales = float(self.noise.per_round or self.plan.least), fixed_scales(saved.config)
+        per_round, scales = float(self.per_round or self.plan.least), fixed_scales(saved.config)
         noise = ClientNoise(multiplier, per_round, self.plan.least, scales, simulated=False)
         return secure(self.clip_norm, clients=self.most, noise=noise, protocol="two-servers", bits=self.bits)
 
@@ -195,7 +185,9 @@ def _clicks_parts(saved: SavedModel[Items], most: int, least_count: int | None) 
     model = saved.config.model
     counted = model.counts != "ignore"
     legend = items_legend(saved, least_count, partial(of_weighed, weight=click_weight) if counted else None)
-    like = made_up_clicks(len(saved.legend), most, counted=counted)
+    like = made_up_ratings(len(saved.legend), (1, 9), most)
+    if not counted:
+        del like["rating"]
     settings = {"solver": "least-squares", "ridge": model.ridge, "unobserved": model.unobserved, "counts": model.counts}
     settings |= {"blend_after": list(BLEND_AFTER)}
     return legend._replace(exact=("gram", "*popularity*"), settings=settings), like
@@ -204,7 +196,8 @@ def _clicks_parts(saved: SavedModel[Items], most: int, least_count: int | None) 
 def _text_parts(saved: SavedModel[Vocabulary], most: int, least_count: int | None) -> Parts:
     words, max_words = saved.legend, saved.config.model.max_words
     queries = prompt_columns(list(words.words[:3]), words, max_words)[0]
-    legend = text_legend(words, max_words)._replace(queries=queries, settings=asdict(saved.config.reconstruct))
+    content = {"words": list(words.words), "buckets": words.buckets, "max_words": max_words}
+    legend = Legend("text", {WORDS: content}, queries=queries, settings=asdict(saved.config.reconstruct))
     return legend, personal_text(_made_up_text(words), words, max_words).columns
 
 
@@ -226,8 +219,8 @@ def items_legend(saved: SavedModel[Items], least_count: int | None = None, adapt
     }
     least = saved.config.model.least_ratings if least_count is None else least_count
     queries = {"item": np.arange(min(20, len(items)), dtype=np.int32)}
-    legend = Legend(saved.task.name, {ITEMS: content}, saved.ends, least, _roles(saved), adapt)
-    return legend._replace(queries=queries)
+    roles = {"/".join(part for part in path.split("/") if part != "shared"): path for path in flatten(saved.params)[0]}
+    return Legend(saved.task.name, {ITEMS: content}, saved.ends, least, roles, adapt, queries=queries)
 
 
 def _short(ids: list[Any]) -> Any:
@@ -237,30 +230,13 @@ def _short(ids: list[Any]) -> Any:
     return ids
 
 
-def _roles(saved: SavedModel[Items]) -> dict[str, str]:
-    """Return where the tables of a factorization are, by their role."""
-    paths = {}
-    for path in flatten(saved.params)[0]:
-        role = "/".join(part for part in path.split("/") if part != "shared")
-        paths[role] = path
-    return paths
-
-
-def text_legend(vocabulary: Vocabulary, max_words: int) -> Legend:
-    """Return what a bundle says about words."""
-    content = {"words": list(vocabulary.words), "buckets": vocabulary.buckets, "max_words": max_words}
-    return Legend("text", {WORDS: content})
-
-
 def _made_up_text(vocabulary: Vocabulary) -> str:
     """Return made-up sentences of words inside and outside the vocabulary."""
     known_words = [word for word in vocabulary.words if word.isalpha()][:200] or ["a"]
     draw = np.random.default_rng(0)
     lines = []
     for _ in range(64):
-        words = [
-            str(draw.choice(known_words)) if draw.random() < 0.8 else f"zz{draw.integers(40)}q"
-            for _ in range(draw.integers(2, 12))
-        ]
+        count = draw.integers(2, 12)
+        words = [draw.choice(known_words) if draw.random() < 0.8 else f"zz{draw.integers(40)}q" for _ in range(count)]
         lines.append(" ".join(words))
     return "\n".join(lines)

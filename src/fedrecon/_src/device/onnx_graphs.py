@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,16 +62,12 @@ def to_onnx(
         # sizes that are not known cannot be evaluated from a trace
         return function(inputs) if any_number else inline(*inputs.values())
 
-    named_values = [shapes[name] for name in names]
-    if any_number:
-        named_values = [
-            _with_any(array) if name in any_number else array for name, array in zip(names, named_values, strict=True)
-        ]
+    arguments = [_with_any(shapes[name]) if name in any_number else shapes[name] for name in names]
     try:
         with _quiet():
-            model = jax2onnx.to_onnx(flat, named_values, opset=OPSET, input_names=names, output_names=list(outputs))
+            model = jax2onnx.to_onnx(flat, arguments, opset=OPSET, input_names=names, output_names=list(outputs))
     except Exception as problem:  # an operation without translation may raise anything
-        raise ExportError(_explained(problem, function, shapes)) from problem
+        raise ExportError(_explained(problem, inline, shapes)) from problem
     _clean(model)
     return OnnxGraph(
         model.SerializeToString(deterministic=True), _described(model.graph.input), _described(model.graph.output)
@@ -165,56 +162,42 @@ def _in_few_words(graph: Any, constant: Any) -> bool:
 # ---- explaining ----
 
 
-def _explained(problem: Exception, function: Callable[..., Any], shapes: Mapping[str, Any]) -> str:
+def _explained(problem: Exception, inline: Callable[..., Any], shapes: Mapping[str, Any]) -> str:
     """Name the operation that cannot be converted, and the parameters it reads."""
     operation = _operation_of(problem)
     if operation is None:
         return f"jax2onnx cannot translate the function: {type(problem).__name__}: {problem}"
-    names = list(shapes)
-    flat = inlined(lambda *values: function(dict(zip(names, values, strict=True))), *shapes.values())
-    traced = jax.make_jaxpr(flat)(*shapes.values())
-    reads = _reads(traced.jaxpr, [{name} for name in names], operation)
-    params = sorted(name for name in reads or () if name.startswith(("global/", "start/", "local/", "message/")))
+    jaxpr = jax.make_jaxpr(inline)(*shapes.values()).jaxpr
+    reads = _reads(jaxpr, [{name} for name in shapes], operation) or set()
+    params = sorted(name for name in reads if name.startswith(("global/", "start/", "local/", "message/")))
     of = f", which reads {', '.join(params)}," if params else ""
     return f"the operation {operation!r}{of} has no translation to ONNX: {problem}"
 
 
 def _operation_of(problem: BaseException) -> str | None:
     """Find the operation that the exporter was at, in the frames that the error went through."""
-    result, seen = None, set()
+    equation: Any = None
     cause: BaseException | None = problem
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        trace = cause.__traceback__
-        while trace is not None:
-            equation = trace.tb_frame.f_locals.get("eqn")
-            if equation is not None and hasattr(equation, "primitive"):
-                result = equation.primitive.name
-            trace = trace.tb_next
+    while cause is not None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            equation = frame.f_locals.get("eqn", equation)
         cause = cause.__cause__ or cause.__context__
-    return result
+    return getattr(getattr(equation, "primitive", None), "name", None)
 
 
 def _reads(jaxpr: Any, inputs: Sequence[set[str]], operation: str) -> set[str] | None:
     """Return which inputs the first operation of a name depends on; None if there is none."""
     origins: dict[Any, set[str]] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(atom: Any) -> set[str]:
-        return set() if isinstance(atom, core.Literal) else origins.get(atom, set())
-
     for equation in jaxpr.eqns:
-        reads = [of(atom) for atom in equation.invars]
+        reads = [set() if isinstance(atom, core.Literal) else origins.get(atom, set()) for atom in equation.invars]
         everything = set().union(*reads)
         if equation.primitive.name == operation:
             return everything
-        for inner in equation.params.values():
-            body = getattr(inner, "jaxpr", None)
-            if body is None or not hasattr(body, "eqns"):
-                continue
+        bodies: list[Any] = [getattr(param, "jaxpr", None) for param in equation.params.values()]
+        for body in (body for body in bodies if hasattr(body, "eqns")):
             count = len(body.invars)
-            result = _reads(body, reads[-count:] if count <= len(reads) else [everything] * count, operation)
-            if result is not None:
-                return result
-        for variable in equation.outvars:
-            origins[variable] = everything
+            inner = _reads(body, reads[-count:] if count <= len(reads) else [everything] * count, operation)
+            if inner is not None:
+                return inner
+        origins |= dict.fromkeys(equation.outvars, everything)
     return None

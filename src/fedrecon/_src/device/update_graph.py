@@ -12,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, encode, shapes_of, with_params
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, encode, with_params
 from fedrecon._src.algorithms.rounds import as_clients, client_total, total_shapes
 from fedrecon._src.algorithms.saving import digest
 from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.core.checks import check_number, check_rules
-from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, Packer, lengths_for, row_capacity
 from fedrecon._src.core.factories import RecipeError, recipe_of
 from fedrecon._src.core.keys import client_keys, round_key, run_keys, words_of
-from fedrecon._src.core.model import Batch
+from fedrecon._src.core.model import Batch, shapes_of
 from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
 from fedrecon._src.core.upload import DELTA, RowChanges, Summand, broadcast_clients
-from fedrecon._src.device.export import draws, numbers, plain, promised
+from fedrecon._src.device.export import column_types, draws, numbers, plain, promised, under
 from fedrecon._src.device.onnx_graphs import OnnxGraph, to_onnx
 from fedrecon._src.device.threefry import ExportError
 from fedrecon._src.models.text.shared_weights import plain_layers
@@ -77,17 +76,12 @@ class DevicePlan(NamedTuple):
             check_number(name, getattr(self, name), least=1)
         check_number("reports_per_day", self.reports_per_day, most=MOST_REPORTS)
         check_delta(self.delta)
-        if _protocol(algorithm) == "open" and self.helper is None:
+        two_servers = _protocol(algorithm) != "open"
+        if not two_servers and self.helper is None:
             return
-        rules = {
-            '`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")': (
-                _protocol(algorithm) != "open"
-            ),
-            f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})": (
-                re.fullmatch("[0-9a-f]{64}", self.helper or "")
-            ),
-        }
-        check_rules(rules)
+        check_rules({'`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")': two_servers})
+        problem = f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})"
+        check_rules({problem: re.fullmatch("[0-9a-f]{64}", self.helper or "")})
         check_number("least", self.least, least=2)  # the sum of one report is the report
 
 
@@ -129,15 +123,19 @@ class UpdateGraph:
         self._needs = algorithm.method.needs._replace(columns=list(like))
         self._like, self._most = like, most
         self.lengths = lengths_for(most, self._needs)
-        state = jax.eval_shape(algorithm.init, jax.random.key(0))
+        key, init_client = jax.random.key(0), algorithm.method.init_client or (lambda params, keys: ())
+        state = jax.eval_shape(algorithm.init, key)
         message, self._structure = flatten(jax.eval_shape(algorithm.message, state))
-        client_state, self._state = flatten(self._state_shapes())
+        first = jax.eval_shape(lambda state: init_client(algorithm.params(state), jax.random.split(key, 1)), state)
+        self._client_state, self._state = flatten(first)
+        nobody = as_clients({name: np.asarray(column)[:0] for name, column in like.items()})
+        packed = packed_inputs(Packer(nobody, self._needs, self.lengths).pack(np.array([ABSENT])))
         self.inputs = {
             **{f"message/{path}": leaf for path, leaf in message.items()},
-            **{f"state/{path}": leaf for path, leaf in client_state.items()},
+            **{f"state/{path}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for path, x in self._client_state.items()},
             "key": jax.ShapeDtypeStruct((2,), jnp.int32),
             "round_key": jax.ShapeDtypeStruct((2,), jnp.uint32),
-            **{name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in self._packed_shapes().items()},
+            **{name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in packed.items()},
         }
         self.layout: list[dict[str, Any]] = []
         self.left_out: list[tuple[int, int]] = []  # places in the whole vector that are not sent, and how many
@@ -145,26 +143,11 @@ class UpdateGraph:
         self.vector = (0, np.dtype(np.float32))  # its length and type
         jax.eval_shape(self.run, self.inputs)  # which also finds out the layout
 
-    def _state_shapes(self) -> Any:
-        method = self._algorithm.method
-        if method.init_client is None:
-            return ()
-        params = jax.eval_shape(lambda: self._algorithm.params(self._algorithm.init(jax.random.key(0))))
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-            jax.eval_shape(method.init_client, params, keys),
-        )
-
-    def _packed_shapes(self) -> dict[str, np.ndarray]:
-        columns = {name: np.asarray(column)[:0] for name, column in self._like.items()}
-        return packed_inputs(Packer(as_clients(columns), self._needs, self.lengths).pack(np.array([ABSENT])))
-
     def run(self, named: Mapping[str, Any]) -> list[Any]:
         """Run a round for one client, from named arrays."""
         algorithm = self._algorithm
-        message = unflatten(self._structure, _under("message/", named))
-        client_state = unflatten(self._state, {path: leaf[None] for path, leaf in _under("state/", named).items()})
+        message = unflatten(self._structure, under("message/", named))
+        client_state = unflatten(self._state, {path: leaf[None] for path, leaf in under("state/", named).items()})
         cohort, key = self._cohort(named), jax.random.wrap_key_data(named["round_key"])
         with plain_layers():
             upload, client_state = self._started(named["key"]).client(message.method, client_state, cohort, key)
@@ -180,23 +163,15 @@ class UpdateGraph:
         start = model.init_local(key.astype(jnp.uint32))
         return self._algorithm.define(model._replace(init_local=lambda key: start))
 
-    def _first_state(self, named: Mapping[str, Any]) -> list[Any]:
-        """Return what a client keeps before its first round."""
-        init_client = self._started(named["key"]).init_client
-        assert init_client is not None
-        params = unflatten(self._params, _under("global/", named))
-        first = init_client(params, jax.random.wrap_key_data(named["round_key"])[None])
-        return [leaf[0] for leaf in flatten(first)[0].values()]
-
     def _cohort(self, named: Mapping[str, Any]) -> Cohort:
         """Return a cohort of one client."""
 
         def examples(side: str) -> Examples:
-            columns = self._prepare(_under(f"{side}/", named))
+            columns = self._prepare(under(f"{side}/", named))
             return Examples({name: column[None] for name, column in columns.items()}, named[f"{side}_count"][None])
 
         client, identity = jnp.zeros(1, jnp.int32), jnp.zeros((1, 2), jnp.uint32)
-        rows = [{name: x[None] for name, x in _under(f"{field}/", named).items()} for field in ROW_FIELDS]
+        rows = [{name: x[None] for name, x in under(f"{field}/", named).items()} for field in ROW_FIELDS]
         return Cohort(client, identity, examples("support"), examples("query"), *rows)
 
     def _laid_out(self, summand: Summand) -> dict[str, Any]:
@@ -241,13 +216,20 @@ class UpdateGraph:
 
     def state_graph(self) -> OnnxGraph | None:
         """Translate where a client's state starts, from `global/PATH` and `key`; None if clients keep nothing."""
-        names = [name for name in self.inputs if name.startswith("state/")]
-        if not names:
+        if self._algorithm.method.init_client is None:
             return None
-        params, self._params = flatten(shapes_of(self._algorithm.model.init_global))
+        params, structure = flatten(shapes_of(self._algorithm.model.init_global))
         inputs = {f"global/{path}": leaf for path, leaf in params.items()}
         inputs |= {name: self.inputs[name] for name in ("key", "round_key")}
-        return to_onnx(self._first_state, inputs, names, refused={"round_key": RANDOM})
+
+        def first_state(named: Mapping[str, Any]) -> list[Any]:
+            init_client: Any = self._started(named["key"]).init_client
+            keys = jax.random.wrap_key_data(named["round_key"])[None]
+            first = init_client(unflatten(structure, under("global/", named)), keys)
+            return [leaf[0] for leaf in flatten(first)[0].values()]
+
+        names = [f"state/{path}" for path in self._client_state]
+        return to_onnx(first_state, inputs, names, refused={"round_key": RANDOM})
 
     def plan(self, terms: DevicePlan, graph: OnnxGraph, seed: int) -> dict[str, Any]:
         """Return the content of plan.json.
@@ -270,15 +252,11 @@ class UpdateGraph:
             "aggregator": _recipe(algorithm.aggregator),
             "graph": digest_of(graph.data),
             "rounds": terms.rounds,
-            "examples": {**self.lengths._asdict(), "most": self._most, "columns": _types(columns)},
+            "examples": {**self.lengths._asdict(), "most": self._most, "columns": column_types(columns)},
             "split": describe_split(self._needs, self._most, self.lengths),
             "rows": describe_rows(self._needs, self._like, self.lengths),
             "inputs": {end["name"]: {"dtype": end["dtype"], "shape": end["shape"]} for end in graph.inputs},
-            "state": {
-                name.removeprefix("state/"): {"dtype": str(x.dtype), "shape": list(x.shape)}
-                for name, x in self.inputs.items()
-                if name.startswith("state/")
-            },
+            "state": column_types(self._client_state),
             "state_key": [0, seed],
             "vector": {"length": length, "dtype": str(dtype), "layout": self.layout, "left_out": self.left_out},
             "sum": {
@@ -311,13 +289,14 @@ class UpdateGraph:
           params: the global parameters of the message, as the bundle has them.
           seed: of the rounds.
         """
-        algorithm = self._algorithm
+        algorithm, init_client = self._algorithm, self._algorithm.method.init_client
         message = algorithm.message(with_params(algorithm.init(run_keys(seed).init), params))
         cases = []
         for number, (name, columns) in enumerate(draws(self._like, self._most).items()):
             columns = {feature: column[-self._most :] for feature, column in columns.items()}
             prepared = {feature: np.asarray(column) for feature, column in self._prepare(columns).items()}
-            state, rounds = self._states(params, as_clients(prepared, name), seed), []
+            keys = client_keys(jax.random.key(seed), as_clients(prepared, name).identities())
+            state, rounds = None if init_client is None else init_client(params, keys), []
             for key in [round_key(seed, number), round_key(seed, number + 1)][: 1 if state is None else 2]:
                 result = client_total(algorithm, message, prepared, key, state, client=name, lengths=self.lengths)
                 vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(result.total)])
@@ -330,13 +309,6 @@ class UpdateGraph:
         tables = flatten(params)[0]
         return {"message": {name: _referred(name, leaf, tables) for name, leaf in leaves.items()}, "cases": cases}
 
-    def _states(self, params: Params, clients: Clients, seed: int) -> Any:
-        """Return what clients keep before their first round; None if they keep nothing."""
-        init_client = self._algorithm.method.init_client
-        if init_client is None:
-            return None
-        return init_client(params, client_keys(jax.random.key(seed), clients.identities()))
-
 
 def _recipe(aggregator: Aggregator) -> Any:
     """Return how the aggregator was made, so that a coordinator can make it again; None if that is not known."""
@@ -344,10 +316,6 @@ def _recipe(aggregator: Aggregator) -> Any:
         return recipe_of(aggregator)
     except RecipeError:
         return None
-
-
-def _types(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: {"dtype": str(column.dtype), "shape": list(column.shape[1:])} for name, column in columns.items()}
 
 
 def _referred(name: str, leaf: np.ndarray, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -372,10 +340,6 @@ def packed_inputs(cohort: Cohort) -> dict[str, Any]:
     for field in ROW_FIELDS:
         inputs |= {f"{field}/{name}": column[0] for name, column in getattr(cohort, field).items()}
     return inputs
-
-
-def _under(prefix: str, named: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(prefix): jnp.asarray(x) for name, x in named.items() if name.startswith(prefix)}
 
 
 def _scaled(values: Any, summand: Summand) -> Any:

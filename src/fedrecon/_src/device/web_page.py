@@ -12,6 +12,7 @@ from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
+from fedrecon._src.core.checks import check_rules
 from fedrecon_device.bundle import ITEM_TASKS, ITEMS, TABLES, WORDS
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import MANIFEST, digest_of, read_checked, read_file, read_manifest
@@ -21,21 +22,19 @@ POLICY = (
     "worker-src 'self'; base-uri 'none'; form-action 'none'"
 )
 VENDORED = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
-FOR_ITEMS = (TABLES, ITEMS)
-FOR_TEXT = (TABLES, WORDS, "reconstruct.onnx", "predict.onnx")
-FOR_TRAINING = ("plan.json", "update.onnx")
 SWITCH = "web/sharing.js"  # a page that has it can take part in training
-SCRIPTS_OF_ITEMS = ("items.js", "ranking.js", "solvers.js")
-SCRIPTS_OF_TEXT = ("writing.js", "words.js")
-SCRIPTS_OF_TRAINING = (
-    "background.js",
-    "keys.js",
-    "participant.js",
-    "plan.js",
-    "sealing.js",
-    "sharing.js",
-    "training.js",
-)
+# by what a page does: the scripts that no other page has, and the files of the bundle that it reads
+SCRIPTS = {
+    "items": ("items", "ranking", "solvers"),
+    "text": ("writing", "words"),
+    "training": ("background", "keys", "participant", "plan", "sealing", "sharing", "training"),
+    "graphs": ("onnx",),
+}
+READ = {
+    "items": (TABLES, ITEMS),
+    "text": (TABLES, WORDS, "reconstruct.onnx", "predict.onnx"),
+    "training": ("plan.json", "update.onnx"),
+}
 
 
 def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[str, bytes]:
@@ -50,28 +49,23 @@ def page_files(manifest: Mapping[str, Any], vendor: Path | None = None) -> dict[
     Raises:
       ValueError: `vendor` lacks a file of onnxruntime-web.
     """
-    sources = package_files("fedrecon_device").joinpath("web")
-    contents = {
-        f"web/{source.name}": source.read_bytes()
-        for source in sources.iterdir()
-        if source.name.endswith((".js", ".css"))
-    }
     ranks = manifest["task"] in ITEM_TASKS
     training = "plan.json" in manifest["files"] and vendor is not None
-    runs_graphs = not ranks or training
-    policy_text = {"@POLICY@": _policy(webassembly=runs_graphs)}
-    contents["web/index.html"] = _filled(sources.joinpath("index.html").read_bytes(), policy_text)
-    unused = {*(SCRIPTS_OF_TEXT if ranks else SCRIPTS_OF_ITEMS)}
-    unused |= set() if training else {*SCRIPTS_OF_TRAINING}
-    for name in unused if runs_graphs else {*unused, "onnx.js"}:
-        contents.pop(f"web/{name}")
-    if runs_graphs and vendor is not None:
+    does = {"items": ranks, "text": not ranks, "training": training, "graphs": training or not ranks}
+    unused = {f"{name}.js" for part, needed in does.items() if not needed for name in SCRIPTS[part]}
+    contents = {
+        f"web/{source.name}": source.read_bytes()
+        for source in package_files("fedrecon_device").joinpath("web").iterdir()
+        if source.name.endswith((".js", ".css", ".html")) and source.name not in unused
+    }
+    if does["graphs"] and vendor is not None:
         check_vendor(vendor)
         contents |= {f"web/vendor/{name}": (vendor / name).read_bytes() for name in VENDORED}
-    read = [name for name in _files_read(manifest, training) if name in manifest["files"]]
-    digests = {name: digest_of(data) for name, data in contents.items()} | {
-        n: manifest["files"][n]["sha256"] for n in read
-    }
+    whole = {**manifest, "files": {**manifest["files"], **contents}}
+    contents["web/index.html"] = _filled(contents["web/index.html"], {"@POLICY@": policy(whole)})
+    read = [name for name in _files_read(whole) if name in manifest["files"]]
+    digests = {name: digest_of(data) for name, data in contents.items()}
+    digests |= {name: manifest["files"][name]["sha256"] for name in read}
     version = digest_of(json.dumps(digests, sort_keys=True).encode())[:16]
     offline = {*read, *contents} - {"web/sw.js", "update.onnx", "state.onnx"}  # training needs the server anyway
     if ranks:
@@ -86,10 +80,12 @@ def needs_onnx(manifest: Mapping[str, Any]) -> bool:
     return manifest["task"] not in ITEM_TASKS or SWITCH in manifest["files"]
 
 
-def _files_read(manifest: Mapping[str, Any], training: bool) -> tuple[str, ...]:
+def _files_read(manifest: Mapping[str, Any]) -> list[str]:
     """Return the files of the bundle that its page reads."""
-    keeps = ("state.onnx",) if "state.onnx" in manifest["files"] else ()
-    return (FOR_ITEMS if manifest["task"] in ITEM_TASKS else FOR_TEXT) + (FOR_TRAINING + keeps if training else ())
+    names = [*READ["items" if manifest["task"] in ITEM_TASKS else "text"]]
+    if SWITCH in manifest["files"]:
+        names += [*READ["training"], *({"state.onnx"} & set(manifest["files"]))]
+    return names
 
 
 def _filled(template: bytes, values: Mapping[str, str]) -> bytes:
@@ -105,28 +101,21 @@ def check_vendor(vendor: Path) -> None:
     Raises:
       ValueError: a file is missing.
     """
-    for name in VENDORED:
-        if not (vendor / name).is_file():
-            raise ValueError(
-                f"{vendor} has no {name}: expected the folder dist of onnxruntime-web (npm install onnxruntime-web)"
-            )
+    where = "the folder dist of onnxruntime-web (npm install onnxruntime-web)"
+    check_rules({f"{vendor} has no {name}: expected {where}": (vendor / name).is_file() for name in VENDORED})
 
 
 def page_lacks(manifest: Mapping[str, Any]) -> str | None:
     """Return what a bundle's page needs and does not have; None if it has everything."""
     if not needs_onnx(manifest):
         return None
-    needed = [*(f"web/vendor/{name}" for name in VENDORED), *_files_read(manifest, SWITCH in manifest["files"])]
+    needed = [*(f"web/vendor/{name}" for name in VENDORED), *_files_read(manifest)]
     return next((name for name in needed if name not in manifest["files"]), None)
 
 
 def policy(manifest: Mapping[str, Any]) -> str:
     """Return the Content-Security-Policy of a bundle's page: its own files; WebAssembly only where ONNX needs it."""
-    return _policy(webassembly=needs_onnx(manifest))
-
-
-def _policy(*, webassembly: bool) -> str:
-    return POLICY.format(wasm=" 'wasm-unsafe-eval'" if webassembly else "")
+    return POLICY.format(wasm=" 'wasm-unsafe-eval'" if needs_onnx(manifest) else "")
 
 
 def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:

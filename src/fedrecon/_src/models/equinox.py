@@ -13,7 +13,7 @@ from jax import Array
 from fedrecon._src.core.checks import require
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten, path_name, unflatten
-from fedrecon._src.models.network import Arrays, Mode, Network, Options, adapt, moving
+from fedrecon._src.models.network import Arrays, Mode, Network, Options, adapt
 
 
 def from_equinox(
@@ -115,7 +115,7 @@ def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
             continue
         index = layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
         momenta |= {id(leaf): layer.momentum for leaf in jax.tree.leaves(state.get(index))}
-    return moving({name: momenta[id(leaf)] for name, leaf in _numbered(state) if id(leaf) in momenta})
+    return {name: momenta[id(leaf)] for name, leaf in _numbered(state) if id(leaf) in momenta}
 
 
 def _put_leaves(state: Any, leaves: Arrays) -> Any:

@@ -326,12 +326,9 @@ def logistic_factorization(
     check_number("dim", dim, least=1)
     widths = [2 * dim, *hidden, 1]
 
-    def init_embedding(key: Array, shape: tuple[int, ...]) -> Array:
-        return jax.random.uniform(key, shape, minval=-init_scale, maxval=init_scale)
-
     def init_global(key: Array) -> Params:
         items, *keys = jax.random.split(key, len(widths))
-        params: Params = {"item_embedding": init_embedding(items, (num_items, dim))}
+        params: Params = {"item_embedding": _uniform(items, (num_items, dim), init_scale)}
         if hidden:
             kernels = map(jax.nn.initializers.he_normal(), keys, itertools.pairwise(widths))
             params["layers"] = [{"kernel": kernel, "bias": jnp.zeros(kernel.shape[1])} for kernel in kernels]
@@ -354,7 +351,7 @@ def logistic_factorization(
 
     return Model(
         init_global=init_global,
-        init_local=lambda key: {"user_bias": jnp.zeros(()), "user_embedding": init_embedding(key, (dim,))},
+        init_local=lambda key: {"user_bias": jnp.zeros(()), "user_embedding": _uniform(key, (dim,), init_scale)},
         predict=predict,
         loss=cross_entropy,
         metrics={"accuracy": Metric(is_right)},

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from fedrecon._src.core.checks import require
@@ -24,12 +23,10 @@ from fedrecon._src.models.network import (
     Options,
     adapt,
     as_batch,
-    both,
     check_options,
     feed,
+    mask_padding,
     mode_arguments,
-    moving,
-    over_examples,
 )
 
 
@@ -66,15 +63,15 @@ def from_flax(
     check_options(options)
     linen = require("flax.linen")
     if isinstance(module, linen.Module):
-        return adapt(_linen(module, as_batch(example), options), **options)
+        return adapt(_linen(module, example, options), **options)
     return adapt(_nnx(module), **options)
 
 
-def _linen(module: Any, example: Batch | None, options: Options) -> Network:
+def _linen(module: Any, example: Batch | Clients | None, options: Options) -> Network:
     linen = require("flax.linen")
     if example is None:
         raise ValueError("`example` is missing: a Linen module infers its shapes from it; give a batch or clients")
-    inputs, named = feed(options["inputs"], {name: jnp.asarray(x) for name, x in example.items() if _is_number(x)})
+    inputs, named = feed(options["inputs"], as_batch(example))
     off = mode_arguments(type(module).__call__, Mode())
     structures: dict[str, Any] = {}
     drops: list[bool] = []  # for each layer that was called, whether it may use dropout
@@ -115,11 +112,7 @@ def _linen(module: Any, example: Batch | None, options: Options) -> Network:
         return [path for path in paths if layer.name in path.split("/")[:-1]]
 
     jax.eval_shape(init, jax.random.key(0))
-    return Network(init, apply, bool(off) or any(drops), locate, moving(momenta))
-
-
-def _is_number(x: Any) -> bool:
-    return getattr(getattr(x, "dtype", None), "kind", "") in "biuf"
+    return Network(init, apply, bool(off) or any(drops), locate, momenta)
 
 
 def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -128,7 +121,7 @@ def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: An
     if context.method_name != "__call__":
         return call(*args, **kwargs)
     if isinstance(layer, linen.BatchNorm):
-        mask = both(kwargs.get("mask"), over_examples(mode.mask, args[0]))
+        mask = mask_padding(kwargs.get("mask"), mode.mask, args[0])
         with _without(layer, "use_running_average"):
             return call(args[0], use_running_average=not mode.statistics, mask=mask)
     if _may_drop(layer):
@@ -167,7 +160,7 @@ def _masked_batch_norm() -> type:
         """BatchNorm whose statistics leave out padding."""
 
         def __call__(self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
-            return super().__call__(x, use_running_average, mask=both(mask, over_examples(_mask.get(), x)))
+            return super().__call__(x, use_running_average, mask=mask_padding(mask, _mask.get(), x))
 
     return MaskedBatchNorm
 
@@ -225,7 +218,7 @@ def _nnx(module: Any) -> Network:
 
     norms = [(path, layer) for path, layer in nnx.iter_modules(fixed) if isinstance(layer, nnx.BatchNorm)]
     momenta = {_name((*path, name)): layer.momentum for path, layer in norms for name in ("mean", "var")}
-    return Network(values, apply, random, locate, moving(momenta))
+    return Network(values, apply, random, locate, momenta)
 
 
 def _name(path: tuple) -> str:

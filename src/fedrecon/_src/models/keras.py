@@ -23,11 +23,9 @@ from fedrecon._src.models.network import (
     Options,
     adapt,
     as_batch,
-    both,
     check_options,
     feed,
-    moving,
-    over_examples,
+    mask_padding,
 )
 
 SEED = "seed_generator_state"  # what Keras calls the variables that hold random seeds
@@ -71,10 +69,8 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
             f"Keras runs on {keras.backend.backend()}; set the environment variable KERAS_BACKEND=jax before keras "
             "is imported"
         )
-    batch = as_batch(example)
-    if batch is not None and not model.built:
-        inputs, named = feed(options["inputs"], {name: jnp.asarray(column) for name, column in batch.items()})
-        _call(keras, model, inputs, named, {})
+    if example is not None and not model.built:
+        _call(keras, model, *feed(options["inputs"], as_batch(example)), {})
     if not model.built or not model.weights:
         raise ValueError("the Keras model has no weights yet; build it, call it on a batch, or give `example`")
     if isinstance(options["loss"], keras.losses.Loss):
@@ -130,7 +126,7 @@ def _network(keras: Any, model: Any) -> Network:
     norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
     momenta = {id(v): layer.momentum for layer in norms for v in (layer.moving_mean, layer.moving_variance)}
     averages = {path: momenta[id(variable)] for path, variable in state.items() if id(variable) in momenta}
-    return Network(init, apply, bool(seeds), locate, moving(averages))
+    return Network(init, apply, bool(seeds), locate, averages)
 
 
 def _all_layers(keras: Any, model: Any) -> list[Any]:
@@ -233,8 +229,7 @@ def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
 
 def _normalizing(call: Callable, mode: Mode) -> Callable:
     def normalize(inputs: Array, training: Any = None, mask: Array | None = None) -> Array:
-        real = over_examples(mode.mask, inputs)
         # Keras's masks have no channels.
-        return call(inputs, training=mode.statistics, mask=both(mask, None if real is None else real[..., 0]))
+        return call(inputs, training=mode.statistics, mask=mask_padding(mask, mode.mask, inputs[..., 0]))
 
     return normalize

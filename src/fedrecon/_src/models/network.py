@@ -46,7 +46,7 @@ class Network(NamedTuple):
       apply: `(parameters, state, inputs, named inputs, mode) -> (outputs, state)`.
       random: whether anything in it may use a key.
       locate: `layer -> paths of its parameters`; None if the argument is not a layer.
-      momenta: the momentum, by path, of state that is a moving average; at least 0 and below 1.
+      momenta: the momentum, by path, of state that is a moving average; with 1 it never moves.
     """
 
     init: Callable[[Array], tuple[Arrays, Arrays]]
@@ -115,11 +115,11 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         raise ValueError("the model has no parameters; build it first, by calling it on some examples")
     parts = _Parts(network, shapes, options["local"], options.get("frozen", ()))
     floats = {path for path, leaf in state_shapes.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
-    treatment = state or ("local" if parts.has_local else "averaged")
+    treatment = state or ("local" if parts.local else "averaged")
     averaged = tuple(sorted(floats)) if treatment == "averaged" else ()
     local_state = tuple(sorted(floats)) if treatment == "local" else ()
     live = bool(averaged or local_state)
-    momenta = {path: network.momenta[path] for path in local_state if path in network.momenta}
+    momenta = {path: float(network.momenta[path]) for path in local_state if 0 <= network.momenta.get(path, 1) < 1}
     constants = _constants(network, parts.frozen, set(state_shapes) - set(averaged) - set(local_state))
 
     def run(shared: Params, local: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
@@ -137,11 +137,11 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     # jit drops unused results, so drawing one client's local parameters does not draw the global tables.
     def init_global(key: Array) -> Params:
         params, state = network.init(key)
-        return parts.shared(params) | {path: state[path] for path in averaged}
+        return _take(params, parts.shared) | {path: state[path] for path in averaged}
 
     def init_local(key: Array) -> Params:
         params, state = network.init(key)
-        return parts.local(params) | {path: state[path] for path in local_state}
+        return _take(params, parts.local) | {path: state[path] for path in local_state}
 
     return Model(
         init_global=jax.jit(init_global),
@@ -174,43 +174,37 @@ class _Parts:
     """Which parameters, or rows of them, are global, local and frozen."""
 
     def __init__(self, network: Network, shapes: Arrays, local: Any, frozen: Any):
-        chosen = select(frozen, "frozen", shapes, network.locate)
-        if chosen.rows:
-            raise ValueError(f"`frozen` selects rows of {next(iter(chosen.rows))!r}; select whole parameters")
-        self.frozen = set(chosen.whole)
-        self.frozen |= {path for path, leaf in shapes.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
-        self._whole, self._rows = select(local, "local", shapes, network.locate)
-        if _is_everything(local):
-            self._whole -= self.frozen
-        for path in sorted((self._whole | set(self._rows)) & self.frozen):
-            why = "`frozen` selects it too" if jnp.issubdtype(shapes[path].dtype, jnp.inexact) else "it is not a float"
+        floats = {path for path, leaf in shapes.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        whole = select(frozen, "frozen", shapes, network.locate)
+        if by_rows := [path for path, ids in whole.items() if ids is not None]:
+            raise ValueError(f"`frozen` selects rows of {by_rows[0]!r}; select whole parameters")
+        self.frozen = set(whole) | (set(shapes) - floats)
+        self.local = select(local, "local", shapes, network.locate)
+        if isinstance(local, str) and local == "*":
+            self.local = {path: ids for path, ids in self.local.items() if path not in self.frozen}
+        for path in sorted(self.frozen & set(self.local)):
+            why = "`frozen` selects it too" if path in floats else "it is not a float"
             raise ValueError(f"`local` selects {path!r}, but {why}; make `local` narrower")
-        self._shared = [path for path in shapes if path not in self.frozen and path not in self._whole]
-        self._rest = {path: np.setdiff1d(np.arange(shapes[path].shape[0]), ids) for path, ids in self._rows.items()}
+        rest = {path: np.setdiff1d(np.arange(shapes[path].shape[0]), ids) for path, ids in self._by_row().items()}
+        whole_shared = [path for path in shapes if path not in self.frozen and path not in self.local]
+        self.shared: Selection = dict.fromkeys(whole_shared) | rest
 
-    @property
-    def has_local(self) -> bool:
-        return bool(self._whole or self._rows)
-
-    def shared(self, params: Arrays) -> Arrays:
-        return {path: params[path][self._rest[path]] if path in self._rest else params[path] for path in self._shared}
-
-    def local(self, params: Arrays) -> Arrays:
-        local = {path: leaf for path, leaf in params.items() if path in self._whole}
-        return local | {path: params[path][ids] for path, ids in self._rows.items()}
+    def _by_row(self) -> dict[str, np.ndarray]:
+        return {path: ids for path, ids in self.local.items() if ids is not None}
 
     def merge(self, shared: Arrays, local: Arrays) -> Arrays:
-        whole = {path: shared[path] for path in self._shared} | {path: local[path] for path in self._whole}
-        for path, ids in self._rows.items():
-            order = np.argsort(np.concatenate([self._rest[path], ids]))
-            whole[path] = jnp.concatenate([shared[path], local[path]])
+        params = {path: shared[path] for path in self.shared} | {path: local[path] for path in self.local}
+        for path, ids in self._by_row().items():
+            order = np.argsort(np.concatenate([self.shared[path], ids]))
+            params[path] = jnp.concatenate([shared[path], local[path]])
             if (order != np.arange(len(order))).any():
-                whole[path] = whole[path][order]
-        return whole
+                params[path] = params[path][order]
+        return params
 
 
-def _is_everything(local: Any) -> bool:
-    return isinstance(local, str) and local == "*"
+def _take(params: Arrays, selection: Selection) -> Arrays:
+    """Return the selected parameters, whole or by rows."""
+    return {path: params[path] if ids is None else params[path][ids] for path, ids in selection.items()}
 
 
 def _constants(network: Network, params: set[str], state: set[str]) -> tuple[Arrays, Arrays]:
@@ -235,15 +229,15 @@ def feed(inputs: Inputs, batch: Batch) -> tuple[tuple, dict[str, Any]]:
     return tuple(feature(batch, column, "inputs") for column in inputs), {}
 
 
-def as_batch(example: Batch | Clients | None) -> Batch | None:
-    """Return the first examples of clients as a batch; a batch is returned unchanged.
+def as_batch(example: Batch | Clients) -> Batch:
+    """Return the numbers of a batch, or of the first examples of clients.
 
     Args:
-      example: clients, a batch, or None.
+      example: clients, or a batch.
     """
-    if not isinstance(example, Clients):
-        return example
-    return {name: jnp.asarray(column[:2]) for name, column in example.columns.items() if column.dtype.kind in "biuf"}
+    columns: Mapping[str, Any] = example.columns if isinstance(example, Clients) else example
+    count = 2 if isinstance(example, Clients) else None
+    return {name: jnp.asarray(x)[:count] for name, x in columns.items() if np.asarray(x).dtype.kind in "biuf"}
 
 
 def mode_arguments(call: Callable[..., Any], mode: Mode) -> dict[str, Any]:
@@ -263,43 +257,25 @@ def mode_arguments(call: Callable[..., Any], mode: Mode) -> dict[str, Any]:
     return {name: words[name] for name in inspect.signature(call).parameters if name in words}
 
 
-def moving(momenta: Mapping[str, Any]) -> dict[str, float]:
-    """Drop momenta of statistics that never change, such as 1.
+def mask_padding(mask: Array | None, examples: Array | None, x: Array) -> Array | None:
+    """Return a layer's mask without padding; unchanged if the first dimension of its input is not the examples.
 
     Args:
-      momenta: by path.
-    """
-    return {path: float(momentum) for path, momentum in momenta.items() if 0 <= momentum < 1}
-
-
-def over_examples(mask: Array | None, x: Array) -> Array | None:
-    """Broadcast a mask of examples to a layer's input; None if the input's first dimension is not the examples.
-
-    Args:
-      mask: `(examples,)`; None for no mask.
+      mask: of the input; None is true everywhere.
+      examples: `(examples,)`, false for padding; None for no padding.
       x: the input.
     """
-    if mask is None or x.ndim == 0 or x.shape[0] != mask.shape[0]:
-        return None
-    return jnp.broadcast_to(mask.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
-
-
-def both(mask: Array | None, other: Array | None) -> Array | None:
-    """Return where two masks are both true; None is true everywhere.
-
-    Args:
-      mask: one mask.
-      other: the other.
-    """
-    if mask is None or other is None:
-        return other if mask is None else mask
-    return jnp.logical_and(mask, other)
+    if examples is None or x.ndim == 0 or x.shape[0] != examples.shape[0]:
+        return mask
+    real = jnp.broadcast_to(examples.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+    return real if mask is None else jnp.logical_and(mask, real)
 
 
 # ---- selection of parameters: by pattern, by layer, by predicate, or some rows of a table ----
 
 
 MOST_LISTED = 20
+Selection = dict[str, np.ndarray | None]  # by path: ascending ids of rows; None for the whole parameter
 Locate = Callable[[Any], Collection[str] | None]  # a layer -> the paths of its parameters; None for anything else
 
 
@@ -308,13 +284,6 @@ class LocalRows(NamedTuple):
 
     pattern: str
     ids: Any
-
-
-class Selection(NamedTuple):
-    """The selected parameters: whole ones, and rows `{path: ascending ids}` of others."""
-
-    whole: frozenset[str]
-    rows: Mapping[str, np.ndarray]
 
 
 def rows(pattern: str, ids: slice | Sequence[int] | np.ndarray) -> LocalRows:
@@ -354,22 +323,15 @@ def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate 
     Raises:
       ValueError: if any of them selects nothing.
     """
-    whole: set[str] = set()
-    by_row: dict[str, np.ndarray] = {}
-    for item in which if _is_several(which) else [which]:
-        if isinstance(item, LocalRows):
-            paths = _paths(item.pattern, argument, leaves, locate)
-            by_row |= {path: _row_numbers(path, leaves[path], item.ids) for path in paths}
-        else:
-            whole |= set(_paths(item, argument, leaves, locate))
-    both = sorted(whole & set(by_row))
-    if both:
-        raise ValueError(f"`{argument}` selects {both[0]!r} twice, whole and by rows; give one of them")
-    return Selection(frozenset(whole), by_row)
-
-
-def _is_several(which: Any) -> bool:
-    return isinstance(which, (list, tuple, set, frozenset)) and not isinstance(which, LocalRows)
+    selection: Selection = {}
+    several = isinstance(which, (list, tuple, set, frozenset)) and not isinstance(which, LocalRows)
+    for item in which if several else [which]:
+        pattern, ids = item if isinstance(item, LocalRows) else (item, None)
+        for path in _paths(pattern, argument, leaves, locate):
+            if path in selection and (selection[path] is None) != (ids is None):
+                raise ValueError(f"`{argument}` selects {path!r} twice, whole and by rows; give one of them")
+            selection[path] = None if ids is None else _row_numbers(path, leaves[path], ids)
+    return selection
 
 
 def _paths(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate) -> Collection[str]:

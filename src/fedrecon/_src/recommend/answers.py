@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -37,6 +36,7 @@ from fedrecon._src.recommend.estimate import (
     Question,
     State,
     StateError,
+    UserEffects,
     fit_user_biases,
     fit_user_traits,
     transform_ratings,
@@ -180,7 +180,7 @@ def _answer_biases(state: State, item: np.ndarray, y: np.ndarray, owner: np.ndar
     estimate, first = state.estimate, state.question == "first biases"
     items, users = len(estimate.item_bias), fit_user_biases(estimate, item, y, owner)
     # Later, clients send what the item biases miss, which is shorter.
-    residual = y - users.bias[owner] - (0.0 if first else estimate.item_bias[item])
+    residual = y - users.effects[owner, 0] - (0.0 if first else estimate.item_bias[item])
     client, index, sums, counts = owner, item, residual, np.ones(len(item))
     if state.bounds is not None:
         client, index, sums, counts = _weigh(state.bounds, first, items, item, residual, owner)
@@ -188,7 +188,7 @@ def _answer_biases(state: State, item: np.ndarray, y: np.ndarray, owner: np.ndar
     if first and state.bounds is None:
         bins = np.clip(np.floor(y / END_BIN).astype(np.int64) + SCALE_BINS // 2, 0, SCALE_BINS - 1)
         parts += [(owner, 2 * items + bins, np.ones(len(y))), (owner, 2 * items + SCALE_BINS + bins, y)]
-    return [*parts, _user_scalars(state, users, users.square[:, None], math.sqrt(SCALARS / 2))]
+    return [*parts, _user_scalars(state, users, math.sqrt(SCALARS / 2))]
 
 
 def _weigh(
@@ -213,7 +213,7 @@ def _answer_traits(state: State, item: np.ndarray, y: np.ndarray, owner: np.ndar
     else:
         bias, traits = estimate.item_bias[item], estimate.traits()[item]
     users = fit_user_traits(estimate, traits, y - bias, owner)
-    return [_user_scalars(state, users, users.square, 1 / math.sqrt(answer_length(state)))]
+    return [_user_scalars(state, users, 1 / math.sqrt(answer_length(state)))]
 
 
 def _without_own(
@@ -223,7 +223,7 @@ def _without_own(
 
     Otherwise the bias of an item with two ratings would mostly be each user's own opinion.
     """
-    user_bias = fit_user_biases(estimate, item, y, owner).bias
+    user_bias = fit_user_biases(estimate, item, y, owner).effects[:, 0]
     count, ridge = estimate.item_count[item], estimate.item_bias_ridge
     rest = np.maximum(count - 1, 0)
     rest_sum = estimate.item_bias[item] * (count + ridge) - (y - user_bias[owner])
@@ -231,13 +231,13 @@ def _without_own(
     return bias, estimate.scale_traits(bias, rest)
 
 
-def _user_scalars(state: State, users: Any, squares: np.ndarray, unit: float) -> Part:
+def _user_scalars(state: State, users: UserEffects, unit: float) -> Part:
     """Return the expected squares and the error of each client; without bounds, also a 1 to count clients."""
     if state.bounds is None:
-        columns = [squares, users.error[:, None], np.ones((len(squares), 1))]
+        columns = [users.square, users.error[:, None], np.ones((len(users.size), 1))]
     else:
         error = np.minimum(users.error / np.maximum(users.size, 1), MAX_ERROR) / MAX_ERROR
-        columns = [np.minimum(squares, MAX_SQUARE) / MAX_SQUARE * unit, error[:, None] * unit]
+        columns = [np.minimum(users.square, MAX_SQUARE) / MAX_SQUARE * unit, error[:, None] * unit]
     active = np.flatnonzero(users.size)
     values = np.concatenate(columns, 1)[active]
     width = values.shape[1]

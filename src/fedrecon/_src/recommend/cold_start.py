@@ -18,6 +18,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import Split, at_most
 from fedrecon._src.recommend import baselines, ranking
+from fedrecon._src.recommend.protocols import score_seen
 from fedrecon._src.simulation.evaluation import reconstruct
 
 AFTER = BLEND_AFTER
@@ -56,11 +57,8 @@ def rank_after(score: ranking.Scorer, clients: Clients, split: Split, num_items:
       ['after 0', 'after 1', 'after 2', 'after 5', 'after 10', 'after 20']
     """
     chosen = _first_users(clients)
-    return {
-        name_after(k): _ndcg(score, ranking.split_items(chosen, at_most(k, split)), num_items)
-        for k in AFTER
-        if len(ranking.split_items(chosen, split).hidden.item)
-    }
+    after = AFTER if len(ranking.split_items(chosen, split).hidden.item) else ()
+    return {name_after(k): _ndcg(score, ranking.split_items(chosen, at_most(k, split)), num_items) for k in after}
 
 
 def rate_after(
@@ -94,36 +92,24 @@ def rate_after(
     query = baselines.split_ratings(chosen, split).query
     if not len(query.rating):
         return {}
-    measured = np.unique(query.client)
     supports = [baselines.split_ratings(chosen, at_most(k, split)).support for k in after]
-    rows = [np.isin(support.client, measured) for support in supports]
-    columns = {
-        name: np.concatenate([getattr(support, name)[row] for support, row in zip(supports, rows, strict=True)])
-        for name in ("item", "rating")
-    }
-    sizes = np.concatenate(
-        [
-            np.bincount(support.client[row], minlength=len(chosen))[measured]
-            for support, row in zip(supports, rows, strict=True)
-        ]
-    )
-    ends = np.cumsum(sizes)
-    columns = {"item": columns["item"].astype(np.int32), "rating": columns["rating"].astype(np.float32)}
-    people = Clients(columns, ends - sizes, ends)
+    item = np.concatenate([support.item for support in supports]).astype(np.int32)
+    rating = np.concatenate([support.rating for support in supports]).astype(np.float32)
+    ends = np.cumsum([np.bincount(support.client, minlength=len(chosen)) for support in supports])
+    people = Clients({"item": item, "rating": rating}, np.append(0, ends[:-1]), ends)
     local = reconstruct(algorithm, params, people)
-    count = np.bincount(query.client, minlength=len(chosen))[measured]
+    count = np.bincount(query.client, minlength=len(chosen))
     position = np.arange(len(query.item)) - np.repeat(np.cumsum(count) - count, count)
-    owner = np.repeat(np.arange(len(measured)), count)
-    items = np.zeros((len(measured), count.max()), np.int32)
-    items[owner, position] = query.item
+    items = np.zeros((len(chosen), count.max()), np.int32)
+    items[query.client, position] = query.item
     model = algorithm.model
     # Parameters are arguments: those of a saved round are numpy arrays, which no tracer indexes.
     predict = jax.jit(jax.vmap(lambda params, local, item: model.predict(params, local, {"item": item}), (None, 0, 0)))
     result = {}
     for number, k in enumerate(after):
-        part = slice(number * len(measured), (number + 1) * len(measured))
+        part = slice(number * len(chosen), (number + 1) * len(chosen))
         people_params = jax.tree.map(lambda leaf, part=part: leaf[part], local)
-        guess = np.asarray(predict(params, people_params, items))[owner, position]
+        guess = np.asarray(predict(params, people_params, items))[query.client, position]
         result[name_after(k)] = baselines.rating_errors(guess, query.rating)["rmse"]
     return result
 
@@ -210,14 +196,7 @@ def blend_popularity(
 
 def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
     """Return a scorer of given users, which is asked for them a block at a time, in order."""
-    done = 0
-
-    def score(support: ranking.ItemSets) -> np.ndarray:
-        nonlocal done
-        done += support.users
-        return scores[done - support.users : done] + popular
-
-    return score
+    return score_seen(lambda begin, end: scores[begin:end] + popular)
 
 
 def _ndcg(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> float:

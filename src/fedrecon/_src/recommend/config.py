@@ -120,6 +120,7 @@ class Config:
     block: Count | None = None
 
     usual_block: ClassVar[int | None] = None  # clients side by side by default; None leaves it to the model
+    small_loops: ClassVar[bool] = True  # whether steps are loops over small arrays, see `start_jax_devices`
     divides_clients: ClassVar[bool] = True  # whether `data.fractions` decides who tests; a prepared corpus may say so
 
     @property
@@ -303,6 +304,7 @@ class TextConfig(Config):
     rounds: Rounds = 1000
     evaluate_every: Rounds = 250
 
+    small_loops: ClassVar[bool] = False
     divides_clients: ClassVar[bool] = False
 
     def rules(self) -> Iterator[Rule]:

@@ -214,6 +214,12 @@ class State(NamedTuple):
         """Whether all questions were answered."""
         return self.answered >= len(self.questions)
 
+    @property
+    def visible_counts(self) -> np.ndarray:
+        """The counts of items; with noise, 0 for items that it hides."""
+        count = self.estimate.item_count
+        return count if self.bounds is None else np.where(count > self.bounds.deviation, count, 0.0)
+
 
 def transform_ratings(rating: Any, transform: str) -> np.ndarray:
     """Return ratings in double precision, or log(1 + rating), where ratings below 0 are taken as 0."""
@@ -221,23 +227,23 @@ def transform_ratings(rating: Any, transform: str) -> np.ndarray:
     return np.log1p(np.maximum(values, 0)) if transform == "log1p" else values
 
 
-class UserBiases(NamedTuple):
-    """User biases, given the item biases; each field is `(users,)`.
+class UserEffects(NamedTuple):
+    """What users' standardised ratings say about them, given the items.
 
     Attributes:
-      size: the number of ratings.
-      bias: the bias.
-      square: the expected square of the bias.
-      error: the expected sum of squared errors.
+      size: `(users,)` the number of ratings.
+      effects: `(users, effects)` the coefficients of traits, if any, and the bias last.
+      square: `(users, effects)` their expected squares.
+      error: `(users,)` the expected sum of squared errors.
     """
 
     size: np.ndarray
-    bias: np.ndarray
+    effects: np.ndarray
     square: np.ndarray
     error: np.ndarray
 
 
-def fit_user_biases(estimate: Estimate, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> UserBiases:
+def fit_user_biases(estimate: Estimate, item: np.ndarray, y: np.ndarray, owner: np.ndarray) -> UserEffects:
     """Fit every user's bias to standardised ratings `y`; `owner` is the user of each rating, from 0."""
     users = int(owner.max(initial=-1)) + 1
     residual = y - estimate.item_bias[item]
@@ -245,24 +251,10 @@ def fit_user_biases(estimate: Estimate, item: np.ndarray, y: np.ndarray, owner: 
     bias = np.bincount(owner, residual, users) / (size + estimate.user_ridge)
     variance = estimate.noise / (size + estimate.user_ridge)  # of a user's bias given the ratings
     error = np.bincount(owner, (residual - bias[owner]) ** 2, users) + size * variance
-    return UserBiases(size, bias, bias**2 + variance, error)
+    return UserEffects(size, bias[:, None], (bias**2 + variance)[:, None], error)
 
 
-class UserTraits(NamedTuple):
-    """How users respond to item traits.
-
-    Attributes:
-      size: `(users,)` the number of ratings.
-      square: `(users, traits + 1)` the expected squares of the coefficients, the bias last.
-      error: `(users,)` the expected sum of squared errors.
-    """
-
-    size: np.ndarray
-    square: np.ndarray
-    error: np.ndarray
-
-
-def fit_user_traits(estimate: Estimate, traits: np.ndarray, residual: np.ndarray, owner: np.ndarray) -> UserTraits:
+def fit_user_traits(estimate: Estimate, traits: np.ndarray, residual: np.ndarray, owner: np.ndarray) -> UserEffects:
     """Fit every user's bias and coefficients of traits to standardised ratings without the item biases.
 
     Args:
@@ -281,7 +273,7 @@ def fit_user_traits(estimate: Estimate, traits: np.ndarray, residual: np.ndarray
     square = solution**2 + estimate.noise * np.einsum("uaa->ua", inverse)
     remainder = residual - np.einsum("na,na->n", x, solution[owner])
     error = np.bincount(owner, remainder**2, users) + estimate.noise * np.einsum("uab,uab->u", inverse, gram)
-    return UserTraits(np.bincount(owner, minlength=users), square, error)
+    return UserEffects(np.bincount(owner, minlength=users), solution, square, error)
 
 
 # ---- outliers ----

@@ -17,7 +17,7 @@ from fedrecon._src.data import Sentences
 from fedrecon._src.recommend import cold_start, word_evaluation
 from fedrecon._src.recommend.config import Config, Reconstruct, TextConfig
 from fedrecon._src.recommend.rating_model import build_model
-from fedrecon._src.recommend.recipe import build_split, make_evaluator
+from fedrecon._src.recommend.recipe import evaluation_split, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import JUDGES
 from fedrecon._src.recommend.task import Measure, Table, Users
@@ -91,7 +91,7 @@ def evaluate_saved(
     if evaluator is None:
         raise ValueError(f"there are no {task.people} to evaluate on")
     evaluation = task.add_metrics(config, algorithm, saved.params, measured, evaluator(saved.params))
-    table = measure_known_baselines(config, saved, everyone, "test", trained=users is not None)
+    table = measure_baselines(config, saved, everyone, "test", trained=users is not None)
     personal = measure_personal(saved, algorithm, everyone, "test", trained=users is not None)
     rows, measures = {"model": evaluation.micro, **table}, task.shown(task.measures, config)
     return EvaluationTable(evaluation, rows, measures, task.people, personal)
@@ -136,34 +136,26 @@ def measure_personal(
         personal = word_evaluation.model_predictions(algorithm, saved.params, local)
         return word_evaluation.Models(anybody, personal, counted)
 
-    split = build_split(config.split.evaluate, config.split)
-    biased = config.model.local == "output_bias"
+    split, biased = evaluation_split(config), config.model.local == "output_bias"
     return word_evaluation.measure_people(clients, split, models_of, biased=biased, progress=progress)
 
 
-def measure_baselines(config: Config, users: Users, part: str, legend: Any) -> Table:
-    """Measure the baselines on the query of a run's users, from its training users.
+def measure_baselines(
+    config: Config, saved: SavedModel[Any], users: Users, part: str, *, trained: bool = True
+) -> Table:
+    """Measure baselines on the query of users, from the training users if `users` has them, else from the model.
+
+    Baselines of training users are exact sums of theirs, so those of a private run know only what it released.
 
     Args:
       config: settings of the run.
-      users: of the run, as the model sees them.
+      saved: the model.
+      users: as the model sees them.
       part: which of them are measured: valid or test.
-      legend: the items.
+      trained: whether `users` has the training users.
     """
-    measured = getattr(users, part)
-    return task_of(config).baselines(config, legend, users.train, measured) if len(measured) else {}
-
-
-def measure_known_baselines(
-    config: Config, saved: SavedModel[Any], users: Users, part: str, *, trained: bool = True
-) -> Table:
-    """Measure baselines from the training users if `users` has them, else from what the model knows.
-
-    Baselines of training users are exact sums of theirs, so those of a private run know only what it released.
-    """
-    if trained and not config.privacy.on:
-        return measure_baselines(config, users, part, saved.legend)
-    return saved.task.saved_baselines(saved.config, saved.legend, getattr(users, part))
+    measured, train = getattr(users, part), users.train if trained and not config.privacy.on else None
+    return saved.task.baselines(saved.config, saved.legend, train, measured) if len(measured) else {}
 
 
 def summarize(

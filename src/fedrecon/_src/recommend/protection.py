@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,16 +42,6 @@ def delta_of(config: Config, population: Population) -> float:
     return default_delta(population.clients) if config.privacy.delta is None else config.privacy.delta
 
 
-def share_of_round_zero(config: Config, population: Population) -> float:
-    """Return round zero's share of the budget, in terms of 1 / noise^2.
-
-    With few clients, item biases need most of it; with many, a little makes them exact.
-    """
-    if config.privacy.round_zero is not None:
-        return config.privacy.round_zero
-    return min(FIRM, max(0.05, SMALL_POPULATION * population.clients**-0.3))
-
-
 def round_zero_noise(
     config: Config, population: Population, release: Callable[[float], Release] | None = None
 ) -> float:
@@ -63,7 +52,7 @@ def round_zero_noise(
       population: who it is computed for.
       release: that one release, as a function of the noise multiplier; Gaussian noise by default.
     """
-    settings, share = config.privacy, share_of_round_zero(config, population)
+    settings = config.privacy
     if settings.epsilon is None:
         assert settings.noise_multiplier is not None
         return 2 * settings.noise_multiplier
@@ -75,7 +64,9 @@ def round_zero_noise(
         delta=delta_of(config, population),
         release=release,
     )
-    return everything / math.sqrt(share)
+    # With few clients, item biases need most of the budget; with many, a little makes them exact.
+    usual = min(FIRM, max(0.05, SMALL_POPULATION * population.clients**-0.3))
+    return everything / math.sqrt(usual if settings.round_zero is None else settings.round_zero)
 
 
 def rounds_noise(
@@ -95,22 +86,20 @@ def rounds_noise(
     assert config.privacy.epsilon is not None
     if config.rounds < 1:
         raise ValueError("`rounds` must be at least 1 with a privacy budget (got 0)")
+    per_round = population.per_round if config.sampling.poisson else population.clients
+
+    def sampled(noise: float) -> Release:
+        return Release(noise, per_round / population.clients, config.rounds, apart=config.sampling.apart)
+
     return noise_for(
         config.privacy.epsilon * (1 - SLACK),
         clients=population.clients,
-        per_round=population.per_round if config.sampling.poisson else population.clients,
+        per_round=per_round,
         rounds=config.rounds,
         delta=delta_of(config, population),
         before=before,
-        release=release or functools.partial(_sampled, config, population),
+        release=release or sampled,
     )
-
-
-def _sampled(config: Config, population: Population, noise: float) -> Release:
-    """Return what all rounds release with Gaussian noise, as clients are drawn."""
-    sampling = config.sampling
-    rate = population.per_round / population.clients if sampling.poisson else 1.0
-    return Release(noise, rate, config.rounds, apart=sampling.apart)
 
 
 def budget_sentence(before: Sequence[Release], delta: float, budget: float | None) -> str:
@@ -130,31 +119,6 @@ def budget_sentence(before: Sequence[Release], delta: float, budget: float | Non
 MEDIAN = 25.0  # about the median norm of what a client adds in the recipe: a sum of gradients, standardised
 SHORT = 8.0  # where noise outweighs everything, a small norm is better
 USUAL = 60.0  # the noise in the summed gradient of everybody that the priors of the recipe can take as they are
-
-
-class NoiseRule(NamedTuple):
-    """What the recipe changes because of noise.
-
-    Attributes:
-      clip: the clipping norm.
-      prior: what priors are multiplied by.
-    """
-
-    clip: float
-    prior: float
-
-
-def rule(noise_in_mean: float, clients: int, scaling: float = 2.0) -> NoiseRule:
-    """Choose the clipping norm and the priors for this much noise.
-
-    Args:
-      noise_in_mean: the noise multiplier divided by the number of clients in a round.
-      clients: how many clients train here.
-      scaling: the ratio of the sum over everybody to the sum over their query examples.
-    """
-    clip = MEDIAN if noise_in_mean < 1e-3 else SHORT
-    noise = scaling * clients * clip * noise_in_mean  # in one entry of the gradient summed over everybody
-    return NoiseRule(clip, max(1.0, noise / USUAL) ** 2)
 
 
 # ---- what a run does about it ----
@@ -228,13 +192,12 @@ def protect(
 
 def drawn_privately(config: Config) -> Config:
     """Draw clients as the noise assumes: independently or in turns, unless settings invite more than needed."""
+    sampling = config.sampling
     if config.privacy.correlated is not None:
-        return dataclasses.replace(
-            config, sampling=dataclasses.replace(config.sampling, apart=config.privacy.correlated)
-        )
-    if config.sampling.oversample != 1 or config.sampling.apart is not None:
-        return config
-    return dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, poisson=True))
+        sampling = dataclasses.replace(sampling, apart=config.privacy.correlated)
+    elif sampling.oversample == 1 and sampling.apart is None:
+        sampling = dataclasses.replace(sampling, poisson=True)
+    return dataclasses.replace(config, sampling=sampling)
 
 
 def _per_round(config: Config, clients: int) -> int:
@@ -252,18 +215,24 @@ def is_recipe(config: Config) -> bool:
 
 
 def with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Config, float | None]:
-    """Return the settings of the recipe for this much noise, and what its priors are weighed against."""
+    """Return the settings of the recipe for this much noise, and what its priors are weighed against.
+
+    Args:
+      config: the settings.
+      clients: how many clients train here.
+      noise_in_mean: the noise multiplier divided by the number of clients in a round.
+    """
     if not is_recipe(config):
         return config, None
     query = int(build_split(config.split.train, config.split).counts(np.array([1000]))[1][0])
-    scaling = 1000 / max(query, 1)
-    chosen, model = rule(noise_in_mean, clients, scaling), config.model
-    model = dataclasses.replace(
-        model, prior=model.prior * chosen.prior, implicit_prior=model.implicit_prior * chosen.prior
-    )
-    clip = chosen.clip if config.privacy.clip_norm is None else config.privacy.clip_norm
-    privacy = dataclasses.replace(config.privacy, clip_norm=clip)
-    return dataclasses.replace(config, model=model, privacy=privacy), scaling * clients
+    scaling = 1000 / max(query, 1)  # the ratio of the sum over everybody to the sum over their query examples
+    clip, model = MEDIAN if noise_in_mean < 1e-3 else SHORT, config.model
+    noise = scaling * clients * clip * noise_in_mean  # in one entry of the gradient summed over everybody
+    stronger = max(1.0, noise / USUAL) ** 2
+    model = dataclasses.replace(model, prior=model.prior * stronger, implicit_prior=model.implicit_prior * stronger)
+    if config.privacy.clip_norm is None:
+        config = dataclasses.replace(config, privacy=dataclasses.replace(config.privacy, clip_norm=clip))
+    return dataclasses.replace(config, model=model), scaling * clients
 
 
 def fixed_scales(config: Config) -> dict[str, float] | None:

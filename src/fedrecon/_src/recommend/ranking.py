@@ -351,7 +351,8 @@ def recall(ranks: HiddenRanks, k: int) -> np.ndarray:
       k: how many items are shown.
     """
     count = np.bincount(ranks.user, minlength=ranks.users)
-    hits = np.bincount(ranks.user, _chance(ranks, k), ranks.users)
+    chance = np.clip((k - ranks.better) / ranks.tied, 0, 1)  # of each hidden item to be among the first k
+    hits = np.bincount(ranks.user, chance, ranks.users)
     return np.where(count > 0, hits / np.clip(count, 1, k), np.nan)
 
 
@@ -389,11 +390,6 @@ def hit_rate(ranks: HiddenRanks, k: int) -> np.ndarray:
     miss = np.ones(ranks.users)
     np.multiply.at(miss, user, out)
     return np.where(count > 0, np.where(certain, 1.0, 1 - miss), np.nan)
-
-
-def _chance(ranks: HiddenRanks, k: int) -> np.ndarray:
-    """Return each hidden item's chance of being among the first `k`."""
-    return np.clip((k - ranks.better) / ranks.tied, 0, 1)
 
 
 # ---- baselines ----

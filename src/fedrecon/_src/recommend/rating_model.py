@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,6 @@ RELAXED = 0.25  # what a relaxation leaves of the prior
 BESIDE = 0.1  # of the scale's width: so far beside it ratings are still taken
 FAR_BESIDE = 1.0  # the same for ends found with noise, which hides rare ratings
 SAME = 1e-5  # of two numbers that differ by rounding alone
-DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +56,6 @@ class Liking:
         """Check that the numbers make sense."""
         sound = np.isfinite(self.bias).all() and 0 < self.user_ridge < math.inf
         check_rules({"item biases must be finite and their ridge must be above 0": sound})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as what JSON can hold."""
-        return {"bias": np.round(self.bias, DIGITS).tolist(), "user_ridge": self.user_ridge}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Liking:
-        """Undo `to_json`; raises KeyError, TypeError or ValueError if the values do not fit."""
-        return cls(np.asarray(values["bias"], np.float64), float(values["user_ridge"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,33 +235,20 @@ def transformed(clients: Clients, transform: str) -> Clients:
     return dataclasses.replace(clients, columns={**clients.columns, "rating": logs})
 
 
-def round_zero_of(config: RatingsConfig, num_items: int, **options: Any) -> RoundZero:
-    """Return the round zero of ratings that settings ask for."""
+def round_zero_of(config: RatingsConfig, num_items: int, **noise: Any) -> RoundZero:
+    """Return the round zero of ratings that settings ask for; `noise` has the fields of that of a private run."""
     transform: Transform | None = None if config.data.transform == "auto" else config.data.transform
-    if not config.model.item_traits:
-        options["trait_passes"] = 0
-    return RoundZero(num_items=num_items, transform=transform, **options)
-
-
-def scale_of(settings: Factorization, zero: Estimate) -> Scale:
-    """Return what the model needs to know about the ratings: the scale and the ridges from round zero."""
-    return Scale(
-        transform=zero.transform,
-        mean=zero.mean,
-        deviation=zero.deviation,
-        low=zero.low,
-        high=zero.high,
-        standardized=settings.round_zero,
-        noise=zero.noise,
-        user_ridge=zero.user_ridge,
-        trait_ridges=tuple(map(float, zero.trait_ridge)) if settings.item_traits else (),
-    )
+    passes: dict[str, Any] = {} if config.model.item_traits else {"trait_passes": 0}
+    if config.privacy.on:
+        noise["scale"] = config.privacy.rating_range
+        passes |= {} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}
+    return RoundZero(num_items=num_items, transform=transform, **passes, **noise)
 
 
 def apply_estimate(
     config: RatingsConfig, items: Items, estimate: Estimate, counts: np.ndarray | None = None
 ) -> tuple[RatingsConfig, Items]:
-    """Put what round zero estimated into settings and items.
+    """Put what round zero estimated into settings and items: the scale, the ridges and what users like.
 
     Args:
       config: the settings.
@@ -280,12 +256,24 @@ def apply_estimate(
       estimate: from round zero.
       counts: replace the counts and the scale of the items by these and by the estimated one.
     """
-    scale = scale_of(config.model, estimate)
+    scale = Scale(
+        transform=estimate.transform,
+        mean=estimate.mean,
+        deviation=estimate.deviation,
+        low=estimate.low,
+        high=estimate.high,
+        standardized=config.model.round_zero,
+        noise=estimate.noise,
+        user_ridge=estimate.user_ridge,
+        trait_ridges=tuple(map(float, estimate.trait_ridge)) if config.model.item_traits else (),
+    )
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
     items = dataclasses.replace(items, liking=Liking(estimate.item_bias, estimate.user_bias_ridge))
-    if counts is None:
-        return config, items
-    return config, dataclasses.replace(items, counts=np.rint(counts).astype(np.int64), scale=estimate.ends)
+    if counts is not None:
+        items = dataclasses.replace(items, counts=np.rint(counts).astype(np.int64), scale=estimate.ends)
+    if config.privacy.on and not config.model.round_zero:  # only the scale was asked for
+        items = dataclasses.replace(items, counts=None, liking=None)
+    return config, items
 
 
 def prepare_ratings(
@@ -307,8 +295,6 @@ def prepare_ratings(
     estimate = answers.estimate
     users = Users(*(transformed(part, estimate.transform) for part in users))
     config, items = apply_estimate(config, items, estimate, answers.counts)
-    if config.privacy.on and not config.model.round_zero:
-        items = dataclasses.replace(items, counts=None, liking=None)
     model = build_model(config.model, len(items), estimate)
     return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)), answers.releases)
 
@@ -319,12 +305,10 @@ def _estimate(config: RatingsConfig, clients: Clients, num_items: int, populatio
         return run_round_zero(round_zero_of(config, num_items), clients)
     actual = Population(len(clients), config.sampling.cohort_size(len(clients)))
     target = population or actual
-    options: dict[str, Any] = {} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}
-    options |= {"clients": len(clients), "scale": config.privacy.rating_range}
     rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
     add = add_discrete_noise(rng) if config.aggregate.secure else add_gaussian_noise(rng)
     noise = round_zero_noise(config, target)
-    round_zero = round_zero_of(config, num_items, noise_multiplier=noise, **options)
+    round_zero = round_zero_of(config, num_items, noise_multiplier=noise, clients=len(clients))
     return run_round_zero(round_zero, clients, add, actual.clients / target.clients)
 
 

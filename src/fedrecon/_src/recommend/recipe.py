@@ -84,6 +84,11 @@ def build_split(name: str, settings: SplitSettings) -> split.Split:
     return split.named(name)._replace(by="time" if settings.by_time else None)
 
 
+def evaluation_split(config: Config) -> split.Split:
+    """Return how evaluation divides examples."""
+    return build_split(config.split.evaluate, config.split)
+
+
 def build_weights(config: Config, model: Model) -> aggregators.Weigh:
     """Return how clients are weighed."""
     weigh = config.aggregate.weigh
@@ -134,8 +139,7 @@ def make_evaluator(
     chosen = getattr(users, part)
     if not len(chosen):
         return None
-    chosen_split = build_split(config.split.evaluate, config.split)
-    return Evaluator(algorithm, chosen, split=chosen_split, seed=config.seed, layout=place)
+    return Evaluator(algorithm, chosen, split=evaluation_split(config), seed=config.seed, layout=place)
 
 
 def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users) -> None:

@@ -185,14 +185,13 @@ class RoundZero:
         """Return what all questions give away, for a ledger; nothing if sums are exact."""
         if not self.noised:
             return ()
-        states = [self.start()._replace(answered=number) for number in range(len(self.questions))]
-        releases = (
-            Release(self.noise_of(state), 1.0, 1)
-            if (share := self.share_of_noise(state)) is None
-            else share.release(1.0)
-            for state in states
-        )
-        return tuple(release._replace(purpose=PURPOSE) for release in releases)
+        releases = []
+        for answered in range(len(self.questions)):
+            state = self.start()._replace(answered=answered)
+            share = self.share_of_noise(state)
+            release = Release(self.noise_of(state), 1.0, 1) if share is None else share.release(1.0)
+            releases.append(release._replace(purpose=PURPOSE))
+        return tuple(releases)
 
     def advance(self, state: State, total: Mapping[str, Any], noise: float | None = None) -> State:
         """Return the next state.
@@ -230,8 +229,7 @@ class RoundZero:
         state = self.from_bytes(data)
         if not state.done or not state.estimate.item_count.sum() >= 1:
             raise StateError("round zero is not over, or nobody has an example")
-        count, bounds = state.estimate.item_count, state.bounds
-        return Result(data, state.estimate, count if bounds is None else np.where(count > bounds.deviation, count, 0.0))
+        return Result(data, state.estimate, state.visible_counts)
 
     def describe(self, result: Result) -> str:
         """Return a sentence about a result."""
@@ -292,37 +290,33 @@ def _to_tree(state: State) -> dict[str, np.ndarray]:
 
 def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
     """Undo `_to_tree`, for arrays that have its shapes."""
-    answered, first, last, outliers = (
-        int(np.nan_to_num(number)) for number in (tree["answered"], *tree["inliers"], tree["outliers"])
-    )
-    code = float(tree["transform"])
+    _check_fields({name: np.isfinite(leaf).all() for name, leaf in tree.items()})
+    answered, first, last, outliers = map(int, (tree["answered"], *tree["inliers"], tree["outliers"]))
     checks = {
         "answered": 0 < answered <= len(start.questions),
         "inliers": 0 <= first <= last < BINS.count,
-        "transform": code in (0.0, 1.0),
+        "transform": float(tree["transform"]) in (0.0, 1.0),
         "outliers": outliers >= 0,
         "item_count": (tree["item_count"] >= 0).all(),
         "trait_variance": (tree["trait_variance"] > 0).all(),
         "high": tree["low"] <= tree["high"],
         **{name: tree[name] > 0 for name in POSITIVE},
     }
-    if start.bounds is not None:
-        names = Bounds._fields
-        checks |= {"bounds_size": tree["bounds_size"] > 0, "bounds_high": tree["bounds_low"] < tree["bounds_high"]}
-        checks |= {f"bounds_{name}": (tree[f"bounds_{name}"] >= 0).all() for name in ("deviation", "variance")}
-        checks |= {"bounds_clients": tree["bounds_clients"] >= 1}
-    checks = {name: np.isfinite(leaf).all() for name, leaf in tree.items()} | {
-        name: passed and np.isfinite(tree[name]).all() for name, passed in checks.items()
-    }
-    check_rules(
-        {f"the state of round zero has an invalid `{name}`": holds for name, holds in checks.items()}, StateError
-    )
-    values = {name: _number(tree[name]) for name in Estimate._fields}
-    estimate = Estimate(**values | {"transform": TRANSFORMS[int(code)], "outliers": outliers})
     bounds = None
     if start.bounds is not None:
-        bounds = Bounds(**{name: _number(tree[f"bounds_{name}"]) for name in names})
+        bounds = Bounds(**{name: _number(tree[f"bounds_{name}"]) for name in Bounds._fields})
+        checks |= {"bounds_size": bounds.size > 0, "bounds_high": bounds.low < bounds.high}
+        checks |= {"bounds_deviation": bounds.deviation >= 0, "bounds_variance": (bounds.variance >= 0).all()}
+        checks |= {"bounds_clients": bounds.clients >= 1}
+    _check_fields(checks)
+    values = {name: _number(tree[name]) for name in Estimate._fields}
+    estimate = Estimate(**values | {"transform": TRANSFORMS[int(tree["transform"])], "outliers": outliers})
     return State(start.questions, answered, estimate, RatingRange(first, last), bounds)
+
+
+def _check_fields(checks: Mapping[str, Any]) -> None:
+    rules = {f"the state of round zero has an invalid `{name}`": holds for name, holds in checks.items()}
+    check_rules(rules, StateError)
 
 
 def _number(array: np.ndarray) -> Any:
@@ -413,6 +407,4 @@ def run_round_zero(
             total, release = add(entries, len(clients), noise * noise_scale)
             releases.append(release._replace(noise_multiplier=noise, purpose=PURPOSE))
         state = round_zero.advance(state, {ANSWER: total}, noise * noise_scale)
-    count = state.estimate.item_count
-    visible = None if state.bounds is None else np.where(count > state.bounds.deviation, count, 0.0)
-    return Answers(state.estimate, visible, tuple(releases))
+    return Answers(state.estimate, None if state.bounds is None else state.visible_counts, tuple(releases))

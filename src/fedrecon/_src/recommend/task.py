@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import optax
+from optax import GradientTransformation
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
@@ -22,7 +20,7 @@ from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.settings import Source
 from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.evaluation import Evaluation
-from fedrecon._src.simulation.training import Score, loss_of
+from fedrecon._src.simulation.training import loss_of
 
 Table = Mapping[str, Mapping[str, float]]  # {baseline: {metric: value}}
 
@@ -103,7 +101,7 @@ class AlgorithmParts(NamedTuple):
       examples: how many examples all training clients have, which a prior is weighed against.
     """
 
-    server: optax.GradientTransformation
+    server: GradientTransformation
     aggregator: Aggregator
     examples: float
 
@@ -131,97 +129,138 @@ D = TypeVar("D", bound=Dataset)
 L = TypeVar("L")
 
 
-@dataclass(frozen=True)
-class Task(Generic[C, D, L]):
+class Task(Protocol[C, D, L]):
     """A task. Its legend is what the ids in its data stand for, items or words: inference needs it with the parameters.
 
     Attributes:
       name: as settings call it.
-      config: the type of its settings.
       people: what its clients are called.
       examples: what metrics are means over.
-      measures: what tables show; progress shows the first.
-      goal: what models and baselines are compared by.
-      curve: the two of them that pictures show.
-      omit: `config -> names of measures that mean nothing for these settings`.
-      untrained: settings for what training alone needs, where nothing is trained.
-      load: `(config, progress) -> data`.
-      legend: `(config, data) -> legend`.
-      divide: `(config, data, progress) -> users`.
-      facts: `(config, data) -> what run.json says about the data`.
-      build_model: `(config, legend) -> model`.
-      build_algorithm: `(config, model, parts) -> algorithm`.
-      prepare: `(config, data, users, legend) -> Ready`, by sums over the training clients.
-      view: `(config, clients) -> clients` as the model sees them; `config` is that of a `Ready`.
-      read: `(config, legend, path, reading, progress) -> the clients of another file`, with the same ids.
-      describe: `legend -> JSON`.
-      recall: `JSON -> legend`; raises KeyError, TypeError or ValueError if it is not one.
-      baselines: `(config, legend, training clients, measured clients) -> figures of baselines on their query`.
-      saved_baselines: `(config, legend, measured clients) -> the same`, from what a saved model knows.
-      advice: `(best baseline, config) -> what to try` if the model loses to it.
-      serve: the command that a trained model is for, with its options.
       unit: what support and query are made of, if that is not what metrics are means over.
-      page_needs_onnx: whether a web page of a model runs its ONNX graphs.
-      are_counts: `(config, data) -> whether these are counts that are learned as they are`.
-      by_client: whether metrics are of clients as a whole, so that there is one mean only.
+      measures: what tables show; progress shows the first.
+      curve: the two of them that pictures show.
+      goal: what models and baselines are compared by.
+      serve: the command that a trained model is for, with its options.
+      untrained: settings for what training alone needs, where nothing is trained.
       items_alone: whether a person can be given as items without ratings.
-      ends: `(config, legend) -> the lowest and the highest rating` that is shown, in the data's scale, if known.
-      limits: `(config, legend) -> which ratings of new users the model takes`; None for all.
-      restore: `(config, legend, scores) -> predictions` as they are shown.
-      add_metrics: `(config, algorithm, params, clients, evaluation) -> evaluation` with what sums cannot tell.
-      score: what validation clients compare models by, from metrics over all examples; less is better.
-      finish: `(config, users, algorithm, params) -> global parameters` as they are served, after the last round.
-      pin: `(config, legend) -> config` for a plan, without what is found in the data of one place.
-      round_zero: `(config, number of items, options of a plan) -> round zero over nodes`; None if there is none.
-      start_model: `(config, legend, state or result of round zero) -> config and model` as training starts.
-      apply_result: `(config, legend, result of round zero) -> config and legend` with it.
-      read_node: `(config, legend, path, reading, progress) -> the clients of a node's file`, in the order of the file.
+      by_client: whether metrics are of clients as a whole, so that there is one mean only.
+      page_needs_onnx: whether a web page of a model runs its ONNX graphs.
     """
 
     name: str
-    config: type[C]
-    people: str
+    people: str = "users"
     examples: str
+    unit: str = ""
     measures: tuple[Measure, ...]
     curve: tuple[Measure, Measure]
     goal: Measure
-    untrained: C
-    load: Callable[[C, Progress], D]
-    legend: Callable[[C, D], L]
-    divide: Callable[[C, D, Progress], Users]
-    facts: Callable[[C, D], dict[str, Any]]
-    build_model: Callable[[C, L], Model]
-    start_model: Callable[[C, L, Any], tuple[C, Model]]
-    build_algorithm: Callable[[C, Model, AlgorithmParts], Algorithm]
-    prepare: Callable[[C, D, Users, L], Ready]
-    view: Callable[[C, Clients], Clients]
-    read: Callable[[C, L, Path, Reading, Progress], Read]
-    read_node: Callable[[C, L, Path, Reading, Progress], Read]
-    describe: Callable[[L], dict[str, Any]]
-    recall: Callable[[Mapping[str, Any]], L]
-    baselines: Callable[[C, L, Any, Any], Table]
-    advice: Callable[[str, C], str]
     serve: str
-    saved_baselines: Callable[[C, L, Clients], Table] = lambda config, legend, clients: MappingProxyType({})
+    untrained: C
     items_alone: bool = False
-    ends: Callable[[C, L], tuple[float, float] | None] = lambda config, legend: None
-    limits: Callable[[C, L], RatingLimits | None] = lambda config, legend: None
-    restore: Callable[[C, L, np.ndarray], np.ndarray] = lambda config, legend, scores: scores.copy()
-    add_metrics: Callable[[C, Algorithm, Any, Clients, Evaluation], Evaluation] = (
-        lambda config, algorithm, params, clients, evaluation: evaluation
-    )
     by_client: bool = False
-    unit: str = ""
     page_needs_onnx: bool = False
-    are_counts: Callable[[C, D], bool] = lambda config, data: False
-    omit: Callable[[C], Container[str]] = lambda config: ()
-    score: Score = loss_of
-    finish: Callable[[C, Users, Algorithm, Any], Any] = lambda config, users, algorithm, params: params
 
-    pin: Callable[[C, L], C] = lambda config, legend: config
-    round_zero: Callable[[C, int, Mapping[str, Any]], RoundZero | None] = lambda config, num_items, options: None
-    apply_result: Callable[[C, L, Result], tuple[C, L]] = lambda config, legend, result: (config, legend)
+    # ---- data ----
+
+    def load(self, config: C, progress: Progress) -> D:
+        """Load the data that settings name."""
+
+    def legend(self, config: C, data: D) -> L:
+        """Return what the ids in the data stand for."""
+
+    def divide(self, config: C, data: D, progress: Progress) -> Users:
+        """Split the clients into those that train, validate and test."""
+
+    def facts(self, config: C, data: D) -> dict[str, Any]:
+        """Return what run.json says about the data."""
+
+    def are_counts(self, config: C, data: D) -> bool:
+        """Return whether these are counts that are learned as they are."""
+        return False
+
+    def view(self, config: C, clients: Clients) -> Clients:
+        """Return clients as the model sees them; `config` is that of a `Ready`."""
+        return clients
+
+    def read(self, config: C, legend: L, path: Path, reading: Reading, progress: Progress) -> Read:
+        """Read the clients of another file, with the same ids."""
+
+    def read_node(self, config: C, legend: L, path: Path, reading: Reading, progress: Progress) -> Read:
+        """Read the clients of a node's file, in the order of the file."""
+
+    def describe(self, legend: L) -> dict[str, Any]:
+        """Return a legend as JSON."""
+
+    def recall(self, description: Mapping[str, Any]) -> L:
+        """Undo `describe`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
+
+    # ---- training ----
+
+    def build_model(self, config: C, legend: L) -> Model:
+        """Return the model."""
+
+    def build_algorithm(self, config: C, model: Model, parts: AlgorithmParts) -> Algorithm:
+        """Return the algorithm."""
+
+    def prepare(self, config: C, data: D, users: Users, legend: L) -> Ready:
+        """Return all that training needs, by sums over the training clients."""
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """Return what validation clients compare models by, from metrics over all examples; less is better."""
+        return loss_of(metrics)
+
+    def finish(self, config: C, users: Users, algorithm: Algorithm, params: Any) -> Any:
+        """Return global parameters as they are served, after the last round."""
+        return params
+
+    # ---- evaluation and inference ----
+
+    def omit(self, config: C) -> Container[str]:
+        """Return names of measures that mean nothing for these settings."""
+        return ()
 
     def shown(self, measures: tuple[Measure, ...], config: C) -> tuple[Measure, ...]:
         """Return those of some measures that mean something for these settings."""
         return tuple(measure for measure in measures if measure.name not in self.omit(config))
+
+    def add_metrics(
+        self, config: C, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
+    ) -> Evaluation:
+        """Return an evaluation with what sums cannot tell."""
+        return evaluation
+
+    def baselines(self, config: C, legend: L, train: Any, measured: Any) -> Table:
+        """Return figures of baselines on the query of clients; without training clients, those that a model knows."""
+
+    def advice(self, best: str, config: C) -> str:
+        """Say what to try if the model loses to this baseline."""
+
+    def ends(self, config: C, legend: L) -> tuple[float, float] | None:
+        """Return the lowest and the highest rating that is shown, in the data's scale, if known."""
+        return None
+
+    def limits(self, config: C, legend: L) -> RatingLimits | None:
+        """Return which ratings of new users the model takes; None for all."""
+        return None
+
+    def restore(self, config: C, legend: L, scores: np.ndarray) -> np.ndarray:
+        """Return predictions as they are shown."""
+        return scores.copy()
+
+    # ---- over nodes ----
+
+    def pin(self, config: C, legend: L) -> C:
+        """Return settings for a plan, without what is found in the data of one place."""
+        return config
+
+    def round_zero(self, config: C, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
+        """Return round zero over nodes, from the options of a plan; None if there is none."""
+        return None
+
+    def start_model(self, config: C, legend: L, zero: Any) -> tuple[C, Model]:
+        """Return settings and model as training starts, from a state or the result of round zero."""
+        return config, self.build_model(config, legend)
+
+    def apply_result(self, config: C, legend: L, result: Result) -> tuple[C, L]:
+        """Return settings and legend with the result of round zero."""
+        return config, legend

@@ -160,17 +160,12 @@ class PersonalResults:
 
     def __str__(self) -> str:
         """Lay the table out as text."""
-        titles = {
-            IMPERSONAL: "nothing personal",
-            FROZEN: "personal, frozen",
-            PERSONAL: "personal, still learning",
-        }
+        titles = {IMPERSONAL: "nothing personal", FROZEN: "personal, frozen", PERSONAL: "personal, still learning"}
         cells = [["what people get", "top 1", "top 3", "own words", "perplexity", "keystrokes saved"]]
         for name, row in self.rows.items():
             shares = [f"{100 * row[metric]:.2f} %" for metric in ("top1", "top3", "own_top3")]
-            cells.append(
-                [titles.get(name, name), *shares, f"{row['perplexity']:.1f}", f"{100 * row['keystrokes']:.2f} %"]
-            )
+            keys = f"{100 * row['keystrokes']:.2f} %"
+            cells.append([titles.get(name, name), *shares, f"{row['perplexity']:.1f}", keys])
         lines = lay_out(cells, right=True)
         lines.append(
             f"worse off with personal suggestions: {self.worse_off:.0%} of {self.people} people, "
@@ -286,11 +281,7 @@ def _people(clients: Sentences, split: Split) -> Iterator[tuple[_Person, _Person
 
 
 def _measure_person(
-    support: _Person,
-    query: _Person,
-    models: Models,
-    learning: PersonalWords,
-    spelling: Spelling,
+    support: _Person, query: _Person, models: Models, learning: PersonalWords, spelling: Spelling
 ) -> tuple[dict[str, np.ndarray], tuple[int, int], bool]:
     """Return the person's sums, how many hits personal suggestions lost and won, and whether they repeat sentences."""
     nobody, support_sentences = PersonalWords(query.vocabulary), set()
@@ -410,19 +401,15 @@ class _Followers:
 
     def __init__(self, context: np.ndarray, target: np.ndarray, ids: int):
         pairs, self._counts = np.unique(context * ids + target, return_counts=True)
-        contexts, self._targets = np.divmod(pairs, ids)
-        keys, starts = np.unique(contexts, return_index=True)
-        self._places = dict(zip(keys.tolist(), starts.tolist(), strict=True))
-        self._ends = dict(zip(keys.tolist(), [*starts[1:].tolist(), len(pairs)], strict=True))
+        self._contexts, self._targets = np.divmod(pairs, ids)
 
     def mix(self, shares: np.ndarray, context: int) -> None:
         """Mix what followed this context into the probabilities of a shorter one."""
-        if (start := self._places.get(context)) is None:
-            return
-        rows = slice(start, self._ends[context])
+        rows = slice(*np.searchsorted(self._contexts, [context, context + 1]))
         counts, total = self._counts[rows], self._counts[rows].sum()
-        shares *= DISCOUNT * len(counts) / total
-        shares[self._targets[rows]] += (counts - DISCOUNT) / total
+        if total:
+            shares *= DISCOUNT * len(counts) / total
+            shares[self._targets[rows]] += (counts - DISCOUNT) / total
 
 
 def word_baselines(train: Sentences, measured: Sentences, split: Split) -> dict[str, dict[str, float]]:

@@ -263,17 +263,17 @@ def rescale(scales: Scales) -> Aggregator:
     def of(parts: Parts) -> dict[str, Any]:
         return by_pattern(scales, "scales", dict.fromkeys(parts[DELTA], 0))
 
-    def encode(message: Any, summand: Summand, keys: Array) -> Summand:
+    def encode(summand: Summand) -> Summand:
         factors = of(summand.parts)
         changes = {path: _multiplied(change, factors.get(path)) for path, change in summand.parts[DELTA].items()}
         return summand._replace(parts={**summand.parts, DELTA: changes})
 
-    def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
+    def decode(total: Total) -> tuple[Total, Report]:
         factors = of(total.parts)
         changes = {path: _divided(values, factors.get(path)) for path, values in total.parts[DELTA].items()}
-        return total._replace(parts={**total.parts, DELTA: changes}), state, {}
+        return total._replace(parts={**total.parts, DELTA: changes}), {}
 
-    return Aggregator(lambda parts: (), lambda state: (), encode, decode)
+    return stateless(encode, decode)
 
 
 def _multiplied(change: Any, scale: Scale | None) -> Any:

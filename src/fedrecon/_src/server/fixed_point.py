@@ -25,7 +25,7 @@ from jax import Array
 
 from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, broadcast_clients
+from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, broadcast_clients, map_values
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon._src.privacy.ring import IntegerGrid, grid, quantise, restore
@@ -123,7 +123,9 @@ def secure(
         )
         sized(1)  # bad settings are reported here, not in the first round
         stages = [] if noise.scales is None else [rescale(noise.scales)]
-        clipped = _weighed_and_clipped(weigh or "uniform", clip_norm * (1 - MARGIN))
+        weigh_by, limit = weigh or "uniform", jnp.float32(clip_norm * (1 - MARGIN))
+        check_weigh(weigh_by)
+        clipped = stateless(lambda summand: weigh_and_clip(summand, weigh_by, limit)[0])
         noised = _noised_integers(sized, noise.per_round, noise.simulated)._replace(ring=ring)
         return chain(finite(), *stages, clipped, noised)
     check_number("max_weight", max_weight, above=True)
@@ -133,11 +135,6 @@ def secure(
     scalar_grids = {"weight": grid(max_weight, clients, bits=bits), "sums": grid(max_metric, clients, bits=bits)}
     integers = _integers(values, scalar_grids, counts)._replace(ring=ring)
     return chain(finite(), clip(clip_norm), by_weight(weighed), integers)
-
-
-def _weighed_and_clipped(weigh: Weigh, limit: float) -> Aggregator:
-    check_weigh(weigh)
-    return stateless(lambda summand: weigh_and_clip(summand, weigh, jnp.float32(limit))[0])
 
 
 def _at_most(weigh: Weigh, most: float) -> Weigh:
@@ -155,21 +152,16 @@ def _integers(values: IntegerGrid, scalar_grids: Mapping[str, IntegerGrid], coun
     def grid_of(name: str) -> IntegerGrid:
         return scalar_grids.get(name, counts)
 
-    def encode(message: Any, summand: Summand, keys: Array) -> Summand:
-        parts = _map(lambda array: quantise(values, array * broadcast_clients(summand.scale, array), jnp), summand)
+    def encode(summand: Summand) -> Summand:
         small = {name: quantise(grid_of(name), value, jnp) for name, value in summand.scalars.items()}
         flags = {name: quantise(grid_of(name), value, jnp) for name, value in summand.flags.items()}
-        return summand._replace(parts=parts, scalars=small, flags=flags)
+        return summand._replace(parts=_quantised(values, summand, summand.parts), scalars=small, flags=flags)
 
-    def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
-        parts = {
-            name: {path: restore(values, array, jnp) for path, array in part.items()}
-            for name, part in total.parts.items()
-        }
+    def decode(total: Total) -> tuple[Total, Report]:
         scalars = {name: restore(grid_of(name), value, jnp) for name, value in total.scalars.items()}
-        return Total(parts, scalars), state, dict(scalars)
+        return Total(map_values(lambda array: restore(values, array, jnp), total.parts), scalars), dict(scalars)
 
-    return Aggregator(lambda parts: (), lambda state: (), encode, decode)
+    return stateless(encode, decode)
 
 
 def _share(length: int, *, clip_norm: float, noise_multiplier: float, **cohort: int) -> ShareOfNoise:
@@ -184,13 +176,10 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
         whole = {name: {path: _whole(change) for path, change in part.items()} for name, part in summand.parts.items()}
         share = sized(length_of(whole, True))
-        summand = summand._replace(parts=whole, scalars={}, flags={})
-        leaves, structure = jax.tree.flatten(
-            _map(lambda array: quantise(share.grid, array * broadcast_clients(summand.scale, array), jnp), summand)
-        )
+        leaves, structure = jax.tree.flatten(_quantised(share.grid, summand, whole))
         if simulated:
             leaves = [_noised(leaf, share, keys, number) for number, leaf in enumerate(leaves)]
-        return summand._replace(parts=jax.tree.unflatten(structure, leaves))
+        return summand._replace(parts=jax.tree.unflatten(structure, leaves), scalars={}, flags={})
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
         share = sized(length_of(total.parts, False))
@@ -212,18 +201,14 @@ def _noised(values: Array, share: ShareOfNoise, keys: Array, number: int) -> Arr
     return values + jnp.rint(noise).astype(jnp.int32).astype(jnp.uint32)
 
 
-def _map(function: Any, summand: Summand) -> Parts:
-    """Apply a function to the numbers of clients that take part; others add nothing anyway."""
+def _quantised(grid: IntegerGrid, summand: Summand, parts: Parts) -> Parts:
+    """Scale the numbers of clients that take part, and round them to integers; others add nothing anyway."""
 
-    def map_included(array: Array) -> Array:
-        return function(jnp.where(broadcast_clients(summand.scale > 0, array), array, 0))
+    def quantise_included(array: Array) -> Array:
+        included = jnp.where(broadcast_clients(summand.scale > 0, array), array, 0)
+        return quantise(grid, included * broadcast_clients(summand.scale, array), jnp)
 
-    def of(change: Any) -> Any:
-        if isinstance(change, RowChanges):
-            return RowChanges(change.ids, map_included(change.values), change.count, change.table)
-        return map_included(change)
-
-    return {name: {path: of(change) for path, change in part.items()} for name, part in summand.parts.items()}
+    return map_values(quantise_included, parts)
 
 
 def _whole(change: Any) -> Array:

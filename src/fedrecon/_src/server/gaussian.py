@@ -100,40 +100,12 @@ def private(
     bands: tuple[float, ...] = (1.0,)
     if correlated is not None:
         if rounds is None or quantile is not None:
-            raise ValueError(
-                "`correlated` noise is made for a number of rounds with one clipping norm: give `rounds`, and no "
-                f"`quantile` (got rounds={rounds}, quantile={quantile})"
-            )
+            rule = "`correlated` noise needs a number of rounds and one clipping norm: give `rounds`, and no `quantile`"
+            raise ValueError(f"{rule} (got rounds={rounds}, quantile={quantile})")
         bands = coefficients(correlated, rounds)
     if quantile is not None:
         of_count = per_round / 20 if count_noise is None else count_noise
         noise = Noise(update_noise_for(noise_multiplier, of_count), of_count)
-    stages = [] if scales is None else [rescale(scales)]
-    stage = _Stage(clip, noise, per_round, weigh, quantile, clip_rate, bands)
-    return chain(finite(), *stages, _clip_and_noise(stage))
-
-
-class _NoiseState(NamedTuple):
-    """What the server keeps: the clipping norm, and noise of past rounds where it is correlated."""
-
-    limit: Array
-    past: Any
-
-
-class _Stage(NamedTuple):
-    """What clipping and noise are made of."""
-
-    clip: float
-    noise: Noise
-    per_round: float
-    weigh: Weigh
-    quantile: float | None
-    clip_rate: float
-    bands: tuple[float, ...]
-
-
-def _clip_and_noise(stage: _Stage) -> Aggregator:
-    clip, noise, per_round, weigh, quantile, clip_rate, bands = stage
 
     def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
         present = summand.scale > 0
@@ -156,14 +128,22 @@ def _clip_and_noise(stage: _Stage) -> Aggregator:
         # The exact count must not get into the report under its name.
         return Total(parts, {}), _NoiseState(follows, past), {"clip_norm": limit, BELOW: counted}
 
-    apart = len(bands) if len(bands) > 1 else None
-    return Aggregator(
+    clip_and_noise = Aggregator(
         init=lambda parts: _NoiseState(jnp.float32(clip), nothing_yet(len(bands), parts) if len(bands) > 1 else ()),
         message=lambda state: state.limit,
         encode=encode,
         decode=decode,
-        release=lambda parts: noise.release()._replace(apart=apart),
+        release=lambda parts: noise.release()._replace(apart=len(bands) if len(bands) > 1 else None),
     )
+    stages = [] if scales is None else [rescale(scales)]
+    return chain(finite(), *stages, clip_and_noise)
+
+
+class _NoiseState(NamedTuple):
+    """What the server keeps: the clipping norm, and noise of past rounds where it is correlated."""
+
+    limit: Array
+    past: Any
 
 
 def draw_noise(parts: Parts, deviation: Array | float, key: Array) -> Parts:

@@ -20,8 +20,10 @@ from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon._src.core.display import lay_out, readable
+from fedrecon._src.core.model import shapes_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.split import Split
+from fedrecon._src.core.wire import nbytes
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, evaluate
 from fedrecon._src.simulation.explanation import ID_BYTES, SAMPLED, format_size
 from fedrecon._src.simulation.training import Run, Validation, train
@@ -287,7 +289,7 @@ class _Trainer:
         options: dict[str, Any] = dict(self.options)
         if isinstance(per_round := options.get("clients_per_round"), int):
             options["clients_per_round"] = min(per_round, len(self.clients))
-        if not flatten(jax.eval_shape(lambda: algorithm.params(algorithm.init(jax.random.key(0)))))[0]:
+        if not flatten(shapes_of(algorithm.model.init_global))[0]:
             options["rounds"] = 0  # there is nothing to train
         validation = self.validation
         if validation is not None and isinstance(validation.data, Clients):
@@ -318,7 +320,7 @@ def keeps_local(algorithm: Algorithm) -> bool:
     """
     if algorithm.method.init_client is None:
         return False
-    local = jax.eval_shape(algorithm.model.init_local, jax.random.key(0))
+    local = shapes_of(algorithm.model.init_local)
     return list(flatten(_client_state(algorithm))[0]) == list(flatten(local)[0])  # the same paths
 
 
@@ -330,7 +332,7 @@ def _client_state(algorithm: Algorithm) -> Any:
         params = algorithm.params(algorithm.init(key))
         return () if init_client is None else init_client(params, jax.random.split(key, 1))
 
-    return jax.eval_shape(init, jax.random.key(0))
+    return shapes_of(init)
 
 
 def measure_costs(algorithm: Algorithm, clients: Clients) -> Costs:
@@ -349,20 +351,16 @@ def measure_costs(algorithm: Algorithm, clients: Clients) -> Costs:
     up = 0.0
     for part, path, leaf in uploaded:
         group = rows.get((part, path))
-        up += _nbytes(leaf) if group is None else _nbytes(leaf) / leaf.shape[0] * float(np.mean(counts[group]))
+        up += nbytes(leaf) if group is None else nbytes(leaf) / leaf.shape[0] * float(np.mean(counts[group]))
     up += sum(ID_BYTES * float(np.mean(counts[group])) for group in set(rows.values()))
     support, query = method.needs.split.counts(clients.sizes)
     steps = np.nan if method.steps is None else float(np.mean(method.steps(support, query)))
-    down = _nbytes(jax.eval_shape(algorithm.message, state))
-    return Costs(down, up, _nbytes(_client_state(algorithm)), steps if up else 0.0, method.init_client is None)
+    down = nbytes(jax.eval_shape(algorithm.message, state))
+    return Costs(down, up, nbytes(_client_state(algorithm)), steps if up else 0.0, method.init_client is None)
 
 
 def _ids(needs: Needs) -> list[str]:
     return sorted({feature for _, features in needs.groups.values() for feature in features})
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _divide(clients: Clients, split: Split) -> tuple[Clients, Clients]:

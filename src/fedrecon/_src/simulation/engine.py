@@ -20,16 +20,16 @@ from fedrecon._src.algorithms.algorithm import (
     ServerState,
     encode,
     finish_round,
-    shapes_of,
     summand_shapes,
 )
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Cohort, Drawn, arrange
 from fedrecon._src.core.keys import client_keys
-from fedrecon._src.core.model import Model, metric_names
+from fedrecon._src.core.model import Model, metric_names, shapes_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import Total, add, no_total
+from fedrecon._src.core.wire import nbytes
 from fedrecon._src.server.aggregator import Report
 from fedrecon._src.simulation.multihost import AXIS, gather, global_mesh, local_slice, make_global, replicate
 
@@ -148,8 +148,8 @@ def _default_blocks(model: Model) -> tuple[int, int]:
     """Return `block` and `sharing` for a model's size and the devices that there are."""
     shapes = flatten(shapes_of(model.init_global))[0]
     lookups = lookup_groups(model)
-    dense = _bytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
-    return blocks_for(dense, _bytes(shapes_of(model.init_local)), _memory())
+    dense = nbytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
+    return blocks_for(dense, nbytes(shapes_of(model.init_local)), _memory())
 
 
 def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
@@ -177,10 +177,6 @@ def _memory() -> int | None:
     """Return the bytes of an accelerator's memory that JAX may use; None on a CPU."""
     device = jax.local_devices()[0]
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit", SMALL_ACCELERATOR)
-
-
-def _bytes(shapes: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 # (state, client_state, cohorts, key, first, number) -> (state, client_state, report with rounds first)

@@ -204,10 +204,7 @@ class Evaluator:
         with progress("evaluating", len(self.clients)) as advance:
             for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
                 indices = np.arange(begin, min(begin + CLIENTS_AT_ONCE, len(self.clients)))
-                padded = np.full(min(CLIENTS_AT_ONCE, len(self.clients)), ABSENT)
-                padded[: len(indices)] = indices
-                sizes = np.where(padded >= 0, self.clients.sizes[np.maximum(padded, 0)], 0)
-                order = self._layout.arrange(padded, sizes)
+                order = _arrange(self._layout, self.clients, indices, min(CLIENTS_AT_ONCE, len(self.clients)))
                 local = self._layout.local(order)
                 sums = np.asarray(self._run(shared, (self._packer.pack(local), _select(client_state, local))))
                 totals[order[order >= 0]] = sums[order >= 0]
@@ -363,11 +360,14 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding
         lengths = lengths._replace(support=_round_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
-    run_packed = functools.partial(run, put_on_devices((params, jax.random.key(seed)), compiled_layout))
-    parts = [
-        _reconstruct_part(run_packed, compiled_layout, packer, examples.sizes, chosen)
-        for chosen in np.split(np.arange(len(examples)), range(PART, len(examples), PART))
-    ]
+    shared = put_on_devices((params, jax.random.key(seed)), compiled_layout)
+    parts = []
+    for chosen in np.split(np.arange(len(examples)), range(PART, len(examples), PART)):
+        # few different numbers of clients are compiled; absent ones are computed too
+        order = _arrange(compiled_layout, examples, chosen, _round_up(len(chosen), least=1))
+        local, places = run(shared, packer.pack(order)), np.flatnonzero(order >= 0)
+        back = places[np.argsort(order[places])]
+        parts.append(jax.tree.map(lambda leaf, back=back: np.asarray(leaf)[back], local))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
@@ -377,19 +377,11 @@ def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> in
     return rounded if most is None else max(number, min(rounded, most))
 
 
-def _reconstruct_part(
-    run: Callable[..., Any], order_by: Layout, packer: Packer, sizes_of: np.ndarray, chosen: np.ndarray
-) -> Any:
-    """Reconstruct the local parameters of the chosen clients, in that order."""
-    indices = np.full(_round_up(len(chosen), least=1), ABSENT)  # absent clients would be computed too
-    indices[: len(chosen)] = chosen
-    sizes = np.zeros(len(indices), np.int64)
-    sizes[: len(chosen)] = sizes_of[chosen]
-    order = order_by.arrange(indices, sizes)
-    local = run(packer.pack(order))
-    back = np.empty(len(chosen), np.int64)
-    back[order[order >= 0] - (chosen[0] if len(chosen) else 0)] = np.flatnonzero(order >= 0)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[back], local)
+def _arrange(layout: Layout, clients: Clients, chosen: np.ndarray, room: int) -> np.ndarray:
+    """Put clients, and empty slots up to `room`, in the order in which a layout runs them best."""
+    indices, sizes = np.full(room, ABSENT), np.zeros(room, np.int64)
+    indices[: len(chosen)], sizes[: len(chosen)] = chosen, clients.sizes[chosen]
+    return layout.arrange(indices, sizes)
 
 
 @functools.lru_cache(maxsize=8)

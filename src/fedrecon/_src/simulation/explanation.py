@@ -17,7 +17,7 @@ from fedrecon._src.client.lookup_tracing import Reads, find_reads
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon._src.core.display import lay_out
-from fedrecon._src.core.model import AUTO, Batch, Model
+from fedrecon._src.core.model import AUTO, Batch, Model, shapes_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.split import query_only
 
@@ -118,9 +118,7 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     reads = _reads(model, examples)
     if algorithm is not None and not algorithm.define(_with(model, reads)).needs.groups:
         reads = {p: r if not r.features else Reads((), "its optimizer needs all of it") for p, r in reads.items()}
-    key = jax.random.key(0)
-    shared = flatten(jax.eval_shape(model.init_global, key))[0]
-    local = flatten(jax.eval_shape(model.init_local, key))[0]
+    shared, local = (flatten(shapes_of(init))[0] for init in (model.init_global, model.init_local))
     state = ((), ()) if model.state is None else (model.state.shared, model.state.local)
     starts = _starts(model) | dict.fromkeys(state[1], "set from support")
     parts = [
@@ -149,7 +147,7 @@ def _with(model: Model, reads: Mapping[str, Reads]) -> Model:
 
 def _reads(model: Model, examples: Clients | Batch | None) -> dict[str, Reads]:
     declared = lookup_groups(model)
-    paths = flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]
+    paths = flatten(shapes_of(model.init_global))[0]
     if examples is None:
         unknown = "whole, or by rows: give `examples` to find out" if model.lookups == AUTO else "whole"
         return {path: Reads(declared.get(path, ()), unknown) for path in paths}

@@ -26,7 +26,7 @@ from fedrecon._src.storage.run_folder import RunFolder
 AXIS = "clients"
 TIMEOUT = 100  # seconds that processes wait for each other
 MAX_CPU_DEVICES = 64  # unless the machine has more cores
-SMALL_LOOP = 2**18  # bytes that a step may read and write for its loop to be compiled as one function
+SMALL_LOOP = 2**20  # bytes that a step may read and write for its loop to be compiled as one function
 REPEATED_SIGNAL = 2.0  # seconds: launchers and terminals may both forward one Ctrl-C
 
 
@@ -37,7 +37,7 @@ class HostError(ValueError):
 # ---- starting ----
 
 
-def start_jax_devices(jax_devices: int | None = None) -> None:
+def start_jax_devices(jax_devices: int | None = None, *, small_loops: bool = True) -> None:
     """Start JAX with several devices on a CPU.
 
     The number is fixed at the first use of JAX in a process, so call this before anything else. If JAX has already
@@ -45,6 +45,8 @@ def start_jax_devices(jax_devices: int | None = None) -> None:
 
     Args:
       jax_devices: how many; None for one per core.
+      small_loops: compile loops over small arrays as one function. Steps of small models then take half the time, but
+        those with larger products, as in text, take several times as long.
 
     Example:
       >>> import fedrecon as fr
@@ -53,7 +55,8 @@ def start_jax_devices(jax_devices: int | None = None) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number, most = cores if jax_devices is None else jax_devices, max(MAX_CPU_DEVICES, cores)
     check_number("jax_devices", number, least=1, most=most)
-    _compile_small_loops()
+    if small_loops:
+        _compile_small_loops()
     with contextlib.suppress(RuntimeError):  # JAX has started already
         jax.config.update("jax_num_cpu_devices", number)
 

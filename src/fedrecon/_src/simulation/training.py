@@ -412,7 +412,7 @@ class _Log:
 
     def __init__(self, folder: RunFolder | None, callbacks: Sequence[Callback]):
         self.folder, self.history = folder, list[Record]()
-        self._callbacks, self._monitor = callbacks, DivergenceMonitor()
+        self._callbacks = [*callbacks, RecordCallback(DivergenceMonitor())]
 
     def record(self, entry: Record) -> None:
         self.history.append(entry)
@@ -420,7 +420,6 @@ class _Log:
             self.folder.record(entry)
         for callback in self._callbacks:
             (callback.after_round if entry["kind"] == "round" else callback.after_evaluation)(entry)
-        self._monitor(entry)
 
 
 class _Evaluations:

@@ -112,6 +112,10 @@ class ArrayFile:
         header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False}
         npy.write_array_header_1_0(self.file, {**header, "shape": (self.length, *self.shape)})
 
+    def accepts(self, values: np.ndarray) -> bool:
+        """Return whether entries have the shape of this file's, and a type that its type can hold."""
+        return values.shape[1:] == self.shape and np.can_cast(values.dtype, self.dtype, "safe")
+
     def append(self, values: np.ndarray) -> None:
         """Append entries, `(entries, ...)`."""
         self.file.write(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data)
@@ -146,15 +150,10 @@ class ClientStream:
             for column, values in client.items():
                 file = ArrayFile(column_path(self.folder, column), values.dtype, values.shape[1:])
                 self.columns[column] = self.files.enter_context(file)
-        rows = {column: f"{file.dtype}{list(file.shape)}" for column, file in self.columns.items()}
         size = len(next(iter(client.values()), ()))
-        fits = client.keys() == rows.keys() and all(
-            len(values) == size
-            and values.shape[1:] == self.columns[column].shape
-            and np.can_cast(values.dtype, self.columns[column].dtype, "safe")
-            for column, values in client.items()
-        )
-        if not fits:
+        fits = client.keys() == self.columns.keys() and all(len(values) == size for values in client.values())
+        if not fits or not all(self.columns[column].accepts(values) for column, values in client.items()):
+            rows = {column: f"{file.dtype}{list(file.shape)}" for column, file in self.columns.items()}
             columns = {column: f"{values.dtype}{list(values.shape)}" for column, values in client.items()}
             raise ValueError(f"client {name!r} has columns {columns}; expected rows of {rows}, all of one length.")
         for column, values in client.items():
@@ -193,11 +192,7 @@ def column_path(folder: Path, name: str) -> Path:
 
 
 def write_clients_manifest(
-    folder: Path,
-    kind: str,
-    columns: Mapping[str, ArrayFile],
-    totals: Totals,
-    fields: Mapping[str, Any],
+    folder: Path, kind: str, columns: Mapping[str, ArrayFile], totals: Totals, fields: Mapping[str, Any]
 ) -> None:
     """Write the array fields of a subclass, and then the manifest, which completes the folder.
 
@@ -223,13 +218,13 @@ def write_clients_manifest(
     write_folder_manifest(folder / MANIFEST, FORMAT, facts)
 
 
-def read_clients_manifest(folder: Path, max_hashed: int | None = QUICK_BYTES) -> dict[str, Any]:
+def read_clients_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a folder; raises `StorageError` if it is not a folder of clients, or is damaged.
 
-    Files up to `max_hashed` bytes are read and compared with their digests. For larger files only the size is compared,
-    so that millions of clients open in milliseconds.
+    Files up to `QUICK_BYTES` are read and compared with their digests. For larger files only the size is compared, so
+    that millions of clients open in milliseconds.
     """
-    return read_folder_manifest(folder / MANIFEST, FORMAT, max_hashed=max_hashed)
+    return read_folder_manifest(folder / MANIFEST, FORMAT, max_hashed=QUICK_BYTES)
 
 
 def map_array(path: Path) -> np.ndarray:

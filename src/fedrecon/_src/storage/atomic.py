@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 MAX_JSON_BYTES = 2**28  # a catalogue of some millions of items
 
@@ -90,17 +90,24 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     Raises:
       StorageError: the disk is full, or the file cannot be written for another reason.
     """
+    with write_errors(path), atomic_file(path, mode) as file:
+        file.write(content)
+
+
+@contextmanager
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """Yield a temporary file, which is renamed to `path` once the block has succeeded and all of it is on disk."""
     temporary = path.with_name(f".{path.name}.partial")
-    with write_errors(path):
-        try:
-            temporary.unlink(missing_ok=True)  # a leftover one may have other permissions
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(content)
-            sync(temporary)
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    try:
+        temporary.unlink(missing_ok=True)  # a leftover one may have other permissions
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

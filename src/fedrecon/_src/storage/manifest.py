@@ -59,10 +59,8 @@ def read_manifest(path: Path, file_format: Format) -> dict[str, Any]:
     facts = parse_json(content, path)
     header = (facts.get("format"), facts.get("version")) if isinstance(facts, dict) else ("not an object", None)
     if header != file_format:
-        raise StorageError(
-            f"{path} is of format {header[0]!r} {header[1]!r}; this version of fedrecon reads "
-            f"{file_format.name!r} {file_format.version}"
-        )
+        readable = f"this version of fedrecon reads {file_format.name!r} {file_format.version}"
+        raise StorageError(f"{path} is of format {header[0]!r} {header[1]!r}; {readable}")
     end = _END.search(content)
     blank = content[: -len(_BLANK + _AFTER)] + (_BLANK + _AFTER).encode()
     if not end or hashlib.sha256(blank).hexdigest() != end[1].decode():

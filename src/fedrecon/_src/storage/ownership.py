@@ -27,11 +27,7 @@ class LockedError(StorageError):
 
 @contextmanager
 def file_lock(
-    path: str | Path,
-    what: str | None = None,
-    *,
-    wait: float = 0.0,
-    on_wait: Callable[[str], None] | None = None,
+    path: str | Path, what: str | None = None, *, wait: float = 0.0, on_wait: Callable[[str], None] | None = None
 ) -> Iterator[Path]:
     """Lock a file while a block runs.
 
@@ -85,9 +81,8 @@ def _try_lock(path: Path) -> IO[str] | None:
             file.close()
             return None
         except OSError as problem:  # some network file systems have no locks
-            warnings.warn(
-                f"cannot lock {path} ({problem.strerror}): make sure that no other process writes here.", stacklevel=4
-            )
+            advice = "make sure that no other process writes here"
+            warnings.warn(f"cannot lock {path} ({problem.strerror}): {advice}.", stacklevel=4)
         if _is_current(path, file):
             break
         file.close()  # its last holder removed it in the meantime

@@ -14,7 +14,6 @@ import json
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import jax
 
 from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.display import warn_caller
 from fedrecon._src.storage.arrays import load_arrays, save_arrays
 from fedrecon._src.storage.atomic import (
     StorageError,
@@ -59,71 +59,6 @@ class StorageWarning(UserWarning):
     """A file is damaged, but nothing in it is needed to continue."""
 
 
-class MetricsLog:
-    """A file with one JSON object per round or evaluation."""
-
-    def __init__(self, path: Path):
-        """Use a file, which need not exist."""
-        self.path = path
-
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Append the line of a round or evaluation."""
-        with write_errors(self.path), self.path.open("ab") as file:
-            file.write((json.dumps(without_nan(entry)) + "\n").encode())
-
-    def read(self) -> list[dict[str, Any]]:
-        """Read all complete lines. A last line that was cut off is ignored.
-
-        Warns:
-          StorageWarning: other lines are damaged; they are left out.
-        """
-        records = [_record(line) for line in self._lines()]
-        if bad := records.count(None):
-            self._warn(f"line {records.index(None) + 1} is not a record; {bad} lines are left out")
-        return [record for record in records if record is not None]
-
-    def seal(self) -> dict[str, Any]:
-        """Return the number of lines and their digest, for a checkpoint."""
-        lines = self._lines()
-        return {"lines": len(lines), "sha256": _digest(lines)}
-
-    def cut(self, done: int, seal: Any) -> list[dict[str, Any]]:
-        """Cut the file back to a checkpoint and return its records.
-
-        A damaged file does not stop a run: it is kept under another name, and the new file has the lines that can be
-        read.
-
-        Args:
-          done: the checkpoint's round; records of later rounds are removed.
-          seal: what `seal` returned when the checkpoint was made.
-
-        Warns:
-          StorageWarning: the file is damaged.
-        """
-        lines, seal = self._lines(), seal if isinstance(seal, Mapping) else {}
-        records = [_record(line) for line in lines]
-        sealed = seal.get("lines", 0)
-        if None in records[:sealed] or _digest(lines[:sealed]) != seal.get("sha256", _digest([])):
-            aside = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
-            if self.path.exists() and not aside.exists():
-                write_bytes(aside, read_bytes(self.path, MAX_METRICS_BYTES))
-            self._warn(f"it is not what was written. The run continues; the damaged file is kept as {aside}")
-        remaining = [
-            (line, record) for line, record in zip(lines, records, strict=True) if record and record["round"] <= done
-        ]
-        if self.path.exists():
-            write_bytes(self.path, b"".join(line for line, _ in remaining))
-        return [record for _, record in remaining]
-
-    def _lines(self) -> list[bytes]:
-        """Read all complete lines."""
-        content = read_bytes(self.path, MAX_METRICS_BYTES) if self.path.exists() else b""
-        return [line + b"\n" for line in content.split(b"\n")[:-1]]
-
-    def _warn(self, problem: str) -> None:
-        warnings.warn(f"{self.path} is damaged: {problem}.", StorageWarning, stacklevel=4)
-
-
 def _digest(lines: list[bytes]) -> str:
     return hashlib.sha256(b"".join(lines)).hexdigest()
 
@@ -135,9 +70,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     usable = isinstance(record, dict) and record.get("kind") in ("round", "evaluation")
     return record if usable and type(record.get("round")) is int else None
-
-
-# ---- the folder ----
 
 
 PLOTS, LOGS = "plots", "tensorboard"  # LOGS: event files of --log tensorboard
@@ -164,6 +96,11 @@ class RunFolder:
       path: the folder; it is made when something is first written.
       checkpoint_every: how many rounds are lost, at most, when the process is killed.
 
+    Attributes:
+      metrics_path: the file with one JSON object per round or evaluation.
+      model_path: the folder with everything that inference needs.
+      plots_path: the folder for plots.
+
     Example:
       >>> import tempfile
       >>> import fedrecon as fr
@@ -179,23 +116,8 @@ class RunFolder:
         """Use a folder."""
         check_number("checkpoint_every", checkpoint_every, least=1)
         self.path, self.checkpoint_every = Path(path), checkpoint_every
-        self.metrics = MetricsLog(self.path / METRICS)
+        self.metrics_path, self.model_path, self.plots_path = (self.path / name for name in (METRICS, MODEL, PLOTS))
         self._locked = False
-
-    @property
-    def metrics_path(self) -> Path:
-        """The file with one JSON object per round or evaluation."""
-        return self.path / METRICS
-
-    @property
-    def model_path(self) -> Path:
-        """The folder with everything that inference needs."""
-        return self.path / MODEL
-
-    @property
-    def plots_path(self) -> Path:
-        """The folder for plots."""
-        return self.path / PLOTS
 
     # ---- locking and replacing ----
 
@@ -253,8 +175,8 @@ class RunFolder:
         write_manifest(self.path / RUN, RUN_FORMAT, facts)
 
     def description(self) -> dict[str, Any]:
-        """Read `run.json`."""
-        return read_description(self.path)
+        """Read `run.json`; raises `StorageError` if it is missing or damaged."""
+        return read_manifest(find_part(self.path, RUN), RUN_FORMAT)
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one line of metrics.
@@ -263,11 +185,46 @@ class RunFolder:
           entry: of a round or an evaluation.
         """
         mark_folder(self.path)
-        self.metrics.append(entry)
+        with write_errors(self.metrics_path), self.metrics_path.open("ab") as file:
+            file.write((json.dumps(without_nan(entry)) + "\n").encode())
 
     def records(self) -> list[dict[str, Any]]:
-        """Read all complete lines of metrics. A last line that was cut off is ignored."""
-        return self.metrics.read()
+        """Read all complete lines of metrics. A last line that was cut off is ignored.
+
+        Warns:
+          StorageWarning: other lines are damaged; they are left out.
+        """
+        records = [_record(line) for line in self._metrics_lines()]
+        if bad := records.count(None):
+            where = f"line {records.index(None) + 1} is not a record"
+            warn_caller(f"{self.metrics_path} is damaged: {where}; {bad} lines are left out.", StorageWarning)
+        return [record for record in records if record is not None]
+
+    def _metrics_lines(self) -> list[bytes]:
+        """Read all complete lines."""
+        content = read_bytes(self.metrics_path, MAX_METRICS_BYTES) if self.metrics_path.exists() else b""
+        return [line + b"\n" for line in content.split(b"\n")[:-1]]
+
+    def _cut_metrics(self, done: int, seal: Any) -> list[dict[str, Any]]:
+        """Cut the metrics back to a checkpoint's round, with the seal that it has of them, and return their records.
+
+        A damaged file does not stop a run: it is kept under another name, and the new file has the lines that can be
+        read.
+        """
+        lines, seal = self._metrics_lines(), seal if isinstance(seal, Mapping) else {}
+        records = [_record(line) for line in lines]
+        sealed = seal.get("lines", 0)
+        if None in records[:sealed] or _digest(lines[:sealed]) != seal.get("sha256", _digest([])):
+            aside = self.metrics_path.with_name(f"{self.metrics_path.stem}.damaged{self.metrics_path.suffix}")
+            if self.metrics_path.exists() and not aside.exists():
+                write_bytes(aside, read_bytes(self.metrics_path, MAX_METRICS_BYTES))
+            damage = f"{self.metrics_path} is damaged: it is not what was written"
+            warn_caller(f"{damage}. The run continues; the damaged file is kept as {aside}.", StorageWarning)
+        pairs = zip(lines, records, strict=True)
+        remaining = [(line, record) for line, record in pairs if record and record["round"] <= done]
+        if self.metrics_path.exists():
+            write_bytes(self.metrics_path, b"".join(line for line, _ in remaining))
+        return [record for _, record in remaining]
 
     def checkpoint(self, done: int, tree: Any) -> None:
         """Save the state after `done` rounds, then remove older checkpoints.
@@ -287,7 +244,8 @@ class RunFolder:
                 (temporary / PRIVATE).mkdir(mode=0o700)
                 write_bytes(temporary / PRIVATE / "README", _PRIVATE_README, mode=0o600)
                 save_arrays(temporary / PRIVATE / f"{KEPT}.safetensors", client_state, mode=0o600)
-            facts = {"rounds": done, "metrics": self.metrics.seal()}
+            lines = self._metrics_lines()
+            facts = {"rounds": done, "metrics": {"lines": len(lines), "sha256": _digest(lines)}}
             write_folder_manifest(temporary / MANIFEST, CHECKPOINT_FORMAT, facts)
         for old in list_checkpoints(self.path)[:-1]:
             shutil.rmtree(old)
@@ -303,7 +261,7 @@ class RunFolder:
         """
         with self.lock():
             if not self.has_checkpoint():
-                self.metrics.cut(0, {})
+                self._cut_metrics(0, {})
                 return None
             folder = list_checkpoints(self.path)[-1]
             server_state, client_state = _split_state(like)
@@ -315,7 +273,7 @@ class RunFolder:
             if isinstance(like, Mapping) and KEPT in like:
                 tree = {name: client_state if name == KEPT else tree[name] for name in like}
             done = manifest["rounds"]
-            return done, tree, self.metrics.cut(done, manifest.get("metrics"))
+            return done, tree, self._cut_metrics(done, manifest.get("metrics"))
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from."""
@@ -329,11 +287,6 @@ class RunFolder:
         """
         checkpoints = list_checkpoints(self.path)
         return _read_checkpoint(checkpoints[-1])["rounds"] if checkpoints else None
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    """Read the `run.json` of a run's folder; raises `StorageError` if it is missing or damaged."""
-    return read_manifest(find_part(path, RUN), RUN_FORMAT)
 
 
 def list_checkpoints(path: Path) -> list[Path]:

@@ -171,11 +171,8 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):
         return f"there is not enough memory: {problem or 'none is left'}", 1
-    return (
-        f"{type(problem).__name__}: {problem} (this is a bug in fedrecon: please report it, with the output of "
-        "the same command with --debug)",
-        BUG,
-    )
+    advice = "this is a bug in fedrecon: please report it, with the output of the same command with --debug"
+    return f"{type(problem).__name__}: {problem} ({advice})", BUG
 
 
 def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:

@@ -165,12 +165,12 @@ def run(args: Make | Check) -> int:
 
 
 def _training(args: Make) -> DeviceTraining:
-    from fedrecon._src.device.model_bundle import DeviceNoise, DeviceTraining
+    from fedrecon._src.device.model_bundle import DeviceTraining
     from fedrecon._src.device.update_graph import DevicePlan
 
     devices, privacy = args.devices, args.privacy
     plan = DevicePlan(
         devices.rounds, devices.least, devices.helper, devices.reports_per_day, devices.min_examples, privacy.delta
     )
-    noise = DeviceNoise(privacy.epsilon, privacy.noise_multiplier, devices.per_round)
-    return DeviceTraining(plan, devices.clip_norm, devices.bits, devices.most, noise)
+    noise = privacy.epsilon, privacy.noise_multiplier, devices.per_round
+    return DeviceTraining(plan, devices.clip_norm, devices.bits, devices.most, *noise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,8 @@ def run(args: Complete) -> int:
         if len(completion.words) < len(split_text(completion.prompt)[-1]):
             show.remark(f"only the last {len(completion.words)} words of the prompt {completion.prompt!r} are used")
         _show(completion)
-    print(
-        f"learned from {answer.sentences} sentences; {OWN} marks the person's own words, outside the vocabulary "
-        f"({answer.personal_words} in the text)"
-    )
+    legend = f"{OWN} marks the person's own words, outside the vocabulary ({answer.personal_words} in the text)"
+    print(f"learned from {answer.sentences} sentences; {legend}")
     return 0
 
 
@@ -89,22 +88,13 @@ def _as_json(completion: Completion) -> dict[str, Any]:
 
 
 def _show(completion: Completion) -> None:
-    def cells(suggestions: Sequence[Any], k: int) -> tuple[str, str]:
-        if k >= len(suggestions):
+    def cells(suggestion: Any) -> tuple[str, str]:
+        if suggestion is None:
             return "", ""
-        suggestion = suggestions[k]
-        return (
-            f"{suggestion.word} {OWN}" if suggestion.personal else suggestion.word,
-            f"{100 * suggestion.probability:.1f} %",
-        )
+        word = f"{suggestion.word} {OWN}" if suggestion.personal else suggestion.word
+        return word, f"{100 * suggestion.probability:.1f} %"
 
-    rows = [
-        (*cells(completion.reconstructed, k), *cells(completion.initial, k))
-        for k in range(max(len(completion.reconstructed), len(completion.initial)))
-    ]
-    show.table(
-        f"after: {' '.join(completion.words)}",
-        ("with their text", "", "without", ""),
-        rows,
-        texts=(0, 2),
-    )
+    pairs = itertools.zip_longest(completion.reconstructed, completion.initial)
+    rows = [(*cells(reconstructed), *cells(initial)) for reconstructed, initial in pairs]
+    columns = ("with their text", "", "without", "")
+    show.table(f"after: {' '.join(completion.words)}", columns, rows, texts=(0, 2))

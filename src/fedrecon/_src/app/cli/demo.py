@@ -43,30 +43,19 @@ parse = partial(options.parse, Demo, "demo")
 
 def run(args: Demo) -> int:
     """Train, compare, recommend."""
-    from fedrecon._src.app.experiment import run_experiment
+    from fedrecon._src.app.cli.train import TrainRatings, train_and_show
     from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.core.display import bars
     from fedrecon._src.recommend.tasks import RATINGS
-    from fedrecon._src.simulation.training import RecordCallback
     from fedrecon._src.storage.atomic import StorageError
     from fedrecon._src.storage.run_folder import RunFolder
 
-    config = dataclasses.replace(
-        SETTINGS, rounds=args.rounds, data=dataclasses.replace(SETTINGS.data, source=args.data)
-    )
+    data = dataclasses.replace(SETTINGS.data, source=args.data)
+    config = dataclasses.replace(SETTINGS, rounds=args.rounds, data=data)
     folder = RunFolder(args.out)
     with folder.lock():
         if folder.has_run() and folder.description().get("made_by") != "demo":
             raise StorageError(f"{args.out} holds a run that is not a demo; give another folder with --out")
-    outcome = run_experiment(
-        config,
-        folder,
-        overwrite=True,
-        made_by="demo",
-        progress=bars,
-        callbacks=[RecordCallback(lambda record: show.progress_of(record, RATINGS.measures))],
-        say=show.remark,
-    )
+    outcome = train_and_show(TrainRatings(settings=config, overwrite=True), folder, RATINGS, made_by="demo")
     curve = folder.plots_path / "learning_curve.png"
     learning_curve(outcome.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
     if outcome.run.interrupted:
@@ -130,6 +119,5 @@ def _recommend(outcome: ExperimentResult) -> None:
     )
     advice = Recommender(outcome.model).recommend_numbers(person)[0]
     rated = zip(advice.items, advice.scores, strict=True)
-    show.recommendations(
-        "recommended to them, best first", [{"title": items.title(k), "rating": float(score)} for k, score in rated]
-    )
+    best_items = [{"title": items.title(k), "rating": float(score)} for k, score in rated]
+    show.recommendations("recommended to them, best first", best_items)

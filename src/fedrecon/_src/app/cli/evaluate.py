@@ -48,7 +48,7 @@ def run(args: Evaluate) -> int:
     from fedrecon._src.app.experiment import users_of_run, with_columns
     from fedrecon._src.core.display import bars
     from fedrecon._src.recommend.evaluation_table import (
-        measure_known_baselines,
+        measure_baselines,
         measure_personal,
         summarize,
     )
@@ -80,14 +80,12 @@ def run(args: Evaluate) -> int:
     algorithm = model.algorithm
     evaluator = make_evaluator(config, algorithm, users, build_layout(config, algorithm.model), part)
     if evaluator is None:
-        raise ValueError(
-            f"the run in {args.run} has no {part} {task.people}. {say_how_to_test_more(config)} "
-            f"To evaluate on others, give their data with --{task.name} FILE."
-        )
+        advice = f"{say_how_to_test_more(config)} To evaluate on others, give their data with --{task.name} FILE."
+        raise ValueError(f"the run in {args.run} has no {part} {task.people}. {advice}")
     evaluation = evaluator(model.params, progress=bars)
     evaluation = task.add_metrics(config, algorithm, model.params, getattr(users, part), evaluation)
     failed = evaluation_failed(evaluation, task.people)
-    table = measure_known_baselines(config, model, users, part, trained=file is None)
+    table = measure_baselines(config, model, users, part, trained=file is None)
     personal = measure_personal(model, algorithm, users, part, trained=file is None, progress=bars)
     if args.json:
         why = failed or model.failed

@@ -73,9 +73,8 @@ class Join:
         """Yield the rules for options that must fit together."""
         local = self.server.startswith(UNIX)
         yield Rule(local and self.insecure, "insecure", "cannot be combined with a Unix socket; leave it out")
-        yield Rule(
-            local and self.ca is not None, "ca", "cannot be combined with a Unix socket; Flower has certificates"
-        )
+        has_ca = local and self.ca is not None
+        yield Rule(has_ca, "ca", "cannot be combined with a Unix socket; Flower has certificates")
         for name in ("ca", "key"):
             is_set = getattr(self, name) is not None
             missing = not (self.insecure or local or is_set)
@@ -143,11 +142,8 @@ def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) ->
         clients = None if code is None else code.clients
         data = plan.node_data(args.source, args.data, args.min_examples, clients)
         train, valid, test = map(len, data.users)
-        skipped = listed_counts(data.skipped)
-        say(
-            f"{args.source}: {train:,} {plan.people} train, {valid:,} validate, {test:,} test"
-            + (f"; left out: {skipped}" if skipped else "")
-        )
+        left_out = f"; left out: {skipped}" if (skipped := listed_counts(data.skipped)) else ""
+        say(f"{args.source}: {train:,} {plan.people} train, {valid:,} validate, {test:,} test{left_out}")
         return data
 
     return Node(

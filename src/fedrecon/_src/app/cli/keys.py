@@ -59,9 +59,8 @@ def run(args: Keys) -> int:
         print(f"{certificates.make_server(args.folder, args.host)}: for the server, with server.key")
     for name in dict.fromkeys(args.nodes):
         public = certificates.make_node(args.folder / "nodes", name)
-        print(
-            f"{public}: for the server; {public.with_suffix('.key')} is for {name} only; send it over a secure channel"
-        )
+        private = public.with_suffix(".key")
+        print(f"{public}: for the server; {private} is for {name} only; send it over a secure channel")
     if args.tokens:
         print(f"{certificates.make_token_secret(args.folder)}: for the coordinator and your backend, nobody else")
     if args.helper:

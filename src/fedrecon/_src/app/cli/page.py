@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import tempfile
 import webbrowser
@@ -54,28 +55,20 @@ def run(args: Page) -> int:
             saved = open_model(folder)
             needs_onnx = saved.task.page_needs_onnx
             if needs_onnx and args.onnxruntime_web is None:
-                raise options.UsageError(
-                    "a page of text needs onnxruntime-web: npm install onnxruntime-web, "
-                    "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
-                )
-            folder = bundle_model(
-                saved, Path(scratch) / "bundle", onnxruntime_web=args.onnxruntime_web, onnx=needs_onnx
-            )
+                advice = "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
+                raise options.UsageError(f"a page of text needs it: npm install onnxruntime-web, {advice}")
+            runtime = args.onnxruntime_web
+            folder = bundle_model(saved, Path(scratch) / "bundle", onnxruntime_web=runtime, onnx=needs_onnx)
         try:
             server = serve(folder, args.port)
         except OSError as problem:
-            raise options.UsageError(
-                f"cannot listen on port {args.port} ({problem.strerror}); choose another one with --port"
-            ) from None
+            reason = f"cannot listen on port {args.port} ({problem.strerror})"
+            raise options.UsageError(f"{reason}; choose another one with --port") from None
         address = f"http://localhost:{server.server_address[1]}/web/"
         print(f"{address}   (Ctrl-C to stop)", flush=True)
         if args.open:
             webbrowser.open(address)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was made for the page is removed then, too
-        try:
+        with server, contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
-        finally:
-            server.server_close()
     return 0

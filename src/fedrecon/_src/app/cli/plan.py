@@ -133,9 +133,7 @@ def run(args: MakePlan) -> int:
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
     show.following(f"serve {shlex.quote(str(args.out))} --out RUN --keys KEYS")
-    print(
-        f"on every node: fedrecon join FILE --server https://HOST:8000 --ca ca.crt --key NODE.key "
-        f"--accept {plan.digest[:16]}"
-    )
+    join = "fedrecon join FILE --server https://HOST:8000 --ca ca.crt --key NODE.key"
+    print(f"on every node: {join} --accept {plan.digest[:16]}")
     print("make the keys with fedrecon keys; to try it out on one machine, use --insecure instead")
     return 0

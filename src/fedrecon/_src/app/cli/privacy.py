@@ -108,24 +108,16 @@ def _print(plan: dict[str, Any]) -> None:
     print("Noise multiplier: standard deviation of the noise in the sum of uploads, in units of the clipping norm.")
     norm = "" if plan["parameters"] is None else " Its norm: over all parameters."
     print(f"Noise in the mean: of one entry of the mean upload, for a clipping norm of 1.{norm}")
-    print(_meaning(plan))
-    print(_sampling(plan))
-    print(f"{NOT_COVERED[0].upper()}{NOT_COVERED[1:]}.")
-
-
-def _meaning(plan: dict[str, Any]) -> str:
     odds = f"{math.exp(plan['epsilon']):,.3g}" if plan["epsilon"] < 50 else "any number of"
-    return (
+    print(
         f"Promise: somebody who sees every model and knows everything about everybody else cannot raise the odds that "
         f"a given person took part more than {odds} times. It fails with probability {plan['delta']:.2g} at most."
     )
-
-
-def _sampling(plan: dict[str, Any]) -> str:
     times = plan["rounds"] * plan["per_round"] / plan["clients"]
     promises = ", ".join(f"{e:.3g} (k = {k})" for k, e in plan["seen"].items())
-    return (
+    print(
         f"This assumes that every round draws each client independently (a client takes part in {times:,.2g} of them "
         f"on average), and that the observer does not see who was drawn. Against one who does, such as the server, the "
         f"same noise promises a client that took part k times epsilon {promises}."
     )
+    print(f"{NOT_COVERED[0].upper()}{NOT_COVERED[1:]}.")

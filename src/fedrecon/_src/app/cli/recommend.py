@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from annotated_types import Ge
@@ -85,26 +85,19 @@ def run(args: Recommend) -> int:
             raise ValueError(f"{file}: {problem.args[0]}") from None
     assert ratings.names is not None  # a ratings file names its users
     advice = Recommender(model).recommend(ratings, args.top, least_ratings=args.least_ratings)
-    everyone = [
-        {
-            "user": name.item(),
-            "rated": int(size),
-            "recommendations": [{**best._asdict(), "rating": round(best.rating, 4)} for best in items],
-        }
-        for name, size, items in zip(ratings.names, ratings.sizes, advice, strict=True)
-    ]
+    everyone: list[dict[str, Any]] = []
+    for name, size, items in zip(ratings.names, ratings.sizes, advice, strict=True):
+        best = [{**item._asdict(), "rating": round(item.rating, 4)} for item in items]
+        everyone.append({"user": name.item(), "rated": int(size), "recommendations": best})
     if none := sum(not entry["recommendations"] for entry in everyone):
         least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
-        show.remark(
-            f"users without recommendations: {none} of {len(everyone)}; no other item was rated by {least} training "
-            "users or more; try a lower --least-ratings"
-        )
+        reason = f"no other item was rated by {least} training users or more; try a lower --least-ratings"
+        show.remark(f"users without recommendations: {none} of {len(everyone)}; {reason}")
     if args.json:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
         return 0
     for entry in everyone:
         if entry["recommendations"]:
-            show.recommendations(
-                f"for user {entry['user']}, {model.task.examples}: {entry['rated']:,}", entry["recommendations"]
-            )
+            title = f"for user {entry['user']}, {model.task.examples}: {entry['rated']:,}"
+            show.recommendations(title, entry["recommendations"])
     return 0

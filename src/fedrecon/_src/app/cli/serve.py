@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fedrecon._src.deploy.transport import Clock, Grid
     from fedrecon._src.storage.run_folder import RunFolder
 
-COLUMNS = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
-WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)
+NAMES = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
+COLUMNS = dict(zip(NAMES, (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7), strict=True))  # of the table of rounds, with their widths
 # Refusals that honest nodes get: after a restart of the server, and when a round closed without them.
 ROUTINE = {"epoch", "expired", "no-broadcast"}
 
@@ -128,20 +128,16 @@ class Serve:
         unsafe = self.insecure and any((self.keys, *files))
         yield Rule(unsafe, "insecure", "cannot be combined with keys and certificates; leave it out to be safe")
         other = self.gateway is not None or self.insecure or any((self.keys, *files))
-        yield Rule(
-            self.flower is not None and other,
-            "flower",
-            "cannot be combined with `gateway`, `insecure`, keys or certificates: Flower has its own",
-        )
+        rule = "cannot be combined with `gateway`, `insecure`, keys or certificates: Flower has its own"
+        yield Rule(self.flower is not None and other, "flower", rule)
         missing = self.flower is None and not self.insecure and self.keys is None and None in files
         rule = "is missing: fedrecon keys makes it; else give `cert`, `key`, `ca` and `nodes`, or --insecure"
         yield Rule(missing, "keys", rule)
 
     def _device_rules(self) -> Iterator[Rule]:
         devices, trains = self.devices, self.devices.run is not None
-        yield Rule(
-            not trains and devices != DeviceOptions(), "devices.run", "is missing: training over devices needs it"
-        )
+        unused = not trains and devices != DeviceOptions()
+        yield Rule(unused, "devices.run", "is missing: training over devices needs it")
         yield Rule(trains and devices.tokens is None, "devices.tokens", "is missing: fedrecon keys --tokens makes it")
         other = trains and bool(self.gateway or self.flower)
         yield Rule(other, "devices", "cannot be combined with gateways or Flower")
@@ -171,21 +167,20 @@ def run(args: Serve) -> int:
     plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None).algorithm)
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
     status = None if args.status == "none" else parse_address(args.status, "--status", least=0)
-    folder, table, task = RunFolder(args.out), _Table(args.json), plan.task
+    folder, print_record, task = RunFolder(args.out), _printer(args.json), plan.task
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
 
     def on_record(record: dict[str, Any]) -> None:
-        table.row(record)
+        print_record(record)
         if not args.json:
             show.progress_of(record, task.measures)
 
     with folder.lock(), _open_grid(args, plan) as (grid, clock, problems):  # no port if the folder cannot be used
         if args.gateway is not None:
             return _run_gateway(args.gateway, Gateway(plan, Channel(grid, clock), pace, args.out, show.remark))
+        modes: dict[str, Any] = {"resume": args.resume, "clock": clock}
         with _serve_status(status, folder, plan, grid, problems):
-            outcome = serve(
-                plan, grid, folder, pace, resume=args.resume, clock=clock, on_record=on_record, say=show.remark
-            )
+            outcome = serve(plan, grid, folder, pace, **modes, on_record=on_record, say=show.remark)
         if set(problems) - ROUTINE:
             show.remark(f"refused requests: {_counts(problems)}")
     learning_curve(outcome.history, folder.plots_path / "learning_curve.png", task.curve)
@@ -208,13 +203,11 @@ def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[s
         return
     address, (tls, keys) = parse_address(args.listen), _files(args)
     limits = Limits(largest_message(plan), connections=args.max_connections)
-    scheme, credentials = "https", "--ca ca.crt --key NODE.key"
+    server = f"https://HOST:{address[1]} --ca ca.crt --key NODE.key"
     if args.insecure:
         show.alarm("--insecure: nothing is encrypted, and anyone who can reach this port can join")
-        scheme, credentials = "http", "--insecure"
-    show.remark(
-        f"plan {plan.digest}; on every node: fedrecon join FILE --server {scheme}://HOST:{address[1]} {credentials}"
-    )
+        server = f"http://HOST:{address[1]} --insecure"
+    show.remark(f"plan {plan.digest}; on every node: fedrecon join FILE --server {server}")
     with serve_tasks(plan, address, tls, keys, limits) as (board, api):
         yield board, board, api.problems
 
@@ -229,7 +222,7 @@ def _run_devices(args: Serve) -> int:
     from fedrecon._src.deploy.tokens import read_secret
     from fedrecon._src.storage.run_folder import RunFolder
 
-    devices, plan, table = args.devices, read_served_plan(args.plan), _Table(args.json)
+    devices, plan = args.devices, read_served_plan(args.plan)
     assert devices.run is not None  # or `rules` had refused it
     assert devices.tokens is not None
     start, address = open_start(devices.run, plan), parse_address(args.listen)
@@ -247,16 +240,9 @@ def _run_devices(args: Serve) -> int:
         stack.enter_context(folder.lock())
         stack.enter_context(run_service(api, address, None if args.insecure else _tls(args)))
         show.remark(f"device plan {plan.digest}; devices report at {args.listen}")
+        modes: dict[str, Any] = {"seed": devices.seed, "resume": args.resume}
         outcome = serve_devices(
-            api,
-            start,
-            folder,
-            helper,
-            pace,
-            seed=devices.seed,
-            resume=args.resume,
-            on_record=table.row,
-            say=show.remark,
+            api, start, folder, helper, pace, **modes, on_record=_printer(args.json), say=show.remark
         )
     if outcome.interrupted:
         show.remark(f"stopped after {outcome.rounds} of {plan.rounds} rounds; continue with --resume")
@@ -337,9 +323,8 @@ def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:
     tls, folder = _tls(args), args.nodes or (args.keys or Path()) / "nodes"
     registry = read_registry(folder)
     if len(registry) < args.min_nodes:
-        raise ValueError(
-            f"--min-nodes must be at most {len(registry)}, the number of public keys in {folder} (got {args.min_nodes})"
-        )
+        most = f"{len(registry)}, the number of public keys in {folder}"
+        raise ValueError(f"--min-nodes must be at most {most} (got {args.min_nodes})")
     return tls, registry
 
 
@@ -354,39 +339,28 @@ def _tls(args: Serve) -> Tls:
     return tls
 
 
-class _Table:
-    """A table that grows by a line a round."""
+def _printer(as_json: bool) -> Callable[[dict[str, Any]], None]:
+    """Return a function that prints the records of a run: as JSON, or the rounds as a table that grows by a line."""
+    from fedrecon._src.storage.atomic import without_nan
 
-    def __init__(self, as_json: bool):
-        self._json, self._begun = as_json, False
+    header = [" ".join(f"{name:>{width}}" for name, width in COLUMNS.items())]
 
-    def row(self, record: dict[str, Any]) -> None:
-        from fedrecon._src.storage.atomic import without_nan
-
-        if self._json:
+    def show_record(record: dict[str, Any]) -> None:
+        if as_json:
             print(json.dumps(without_nan(record)), flush=True)
-            return
-        if record["kind"] != "round":
-            return
-        if not self._begun:
-            self._print(COLUMNS)
-            self._begun = True
-        failed = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in record["failed"].items()) or "0"
-        self._print(
-            (
-                str(record["round"]),
-                str(record["invited"]),
-                str(record["answered"]),
-                str(record["late"]),
+        elif record["kind"] == "round":
+            failed = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in record["failed"].items()) or "0"
+            cells = (
+                *(record[name] for name in ("round", "invited", "answered", "late")),
                 failed,
-                str(record.get("clients", "")),
+                record.get("clients", ""),
                 f"{record['loss']:.4f}",
                 f"{record['seconds']:.2f}",
-                f"{record['bytes_sent'] / 1e6:.3f}",
-                f"{record['bytes_received'] / 1e6:.3f}",
+                *(f"{record[name] / 1e6:.3f}" for name in ("bytes_sent", "bytes_received")),
                 f"{record['epsilon']:.3g}" if "epsilon" in record else "none",  # without noise nothing is promised
             )
-        )
+            row = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+            print(*header, row, sep="\n", flush=True)
+            header.clear()
 
-    def _print(self, cells: Sequence[str]) -> None:
-        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
+    return show_record

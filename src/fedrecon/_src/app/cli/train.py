@@ -80,9 +80,8 @@ class Train:
         yield Rule(self.out is None and self.resume is None, "out", "is missing: give the folder for the run")
         yield Rule(replaces, "resume", "cannot be combined with `out` or `overwrite`")
         missing = not source and self.resume is None
-        yield Rule(
-            missing, "settings.data.source", "is missing: give a file, the name of a data set, or a run with --resume"
-        )
+        rule = "is missing: give a file, the name of a data set, or a run with --resume"
+        yield Rule(missing, "settings.data.source", rule)
         twice = self.distributed is not None and self.processes.given
         yield Rule(twice, "distributed", "auto cannot be combined with `coordinator`, `processes` or `process_id`")
         yield Rule(several and source == "-", "settings.data.source", "must be a file for several processes")
@@ -164,7 +163,7 @@ def run(args: Train) -> int:
         raise options.UsageError(f"--resume: there is no run in {args.resume}")
     start_processes(args)
     folder, task = RunFolder(args.out), task_of(args.settings)
-    outcome = _train(args, folder, task)
+    outcome = train_and_show(args, folder, task)
     if is_first_process():
         curve = task.shown(task.curve, outcome.model.config)
         learning_curve(outcome.run.history, folder.plots_path / "learning_curve.png", curve)
@@ -177,26 +176,26 @@ def run(args: Train) -> int:
     return 130 if outcome.run.interrupted else 0 if outcome.failed is None else FAILED
 
 
-def _train(args: Train, folder: RunFolder, task: Task[Any, Any, Any]) -> ExperimentResult:
+def train_and_show(
+    args: Train, folder: RunFolder, task: Task[Any, Any, Any], made_by: str = "train"
+) -> ExperimentResult:
     """Train; the first process shows progress and writes the log."""
     from fedrecon._src.app.experiment import run_experiment
     from fedrecon._src.app.logs import log_to
     from fedrecon._src.core.display import bars
     from fedrecon._src.simulation.multihost import is_first_process
-    from fedrecon._src.simulation.training import RecordCallback
+    from fedrecon._src.simulation.training import Callback, RecordCallback
 
-    modes: dict[str, Any] = {"resume": args.resume is not None, "overwrite": args.overwrite}
+    config = args.settings
+    modes: dict[str, Any] = {"resume": args.resume is not None, "overwrite": args.overwrite, "made_by": made_by}
     if not is_first_process():
-        return run_experiment(args.settings, folder, **modes)
-    logging: Any = contextlib.nullcontext(None)
-    if args.log is not None:
-        logging = log_to(args.log, folder.path, to_json(args.settings))
-    with logging as log:
-        config = args.settings
-        # With patience, validation clients are evaluated before the first round.
-        first = 0 if config.patience is not None else config.evaluate_every or config.rounds
-        display = RecordCallback(lambda record: show.progress_of(record, task.measures, first))
-        callbacks = [display, *([log] if log else [])]
+        return run_experiment(config, folder, **modes)
+    # With patience, validation clients are evaluated before the first round.
+    first = 0 if config.patience is not None else config.evaluate_every or config.rounds
+    callbacks: list[Callback] = [RecordCallback(lambda record: show.progress_of(record, task.measures, first))]
+    with contextlib.ExitStack() as stack:
+        if args.log is not None:
+            callbacks.append(stack.enter_context(log_to(args.log, folder.path, to_json(config))))
         return run_experiment(config, folder, **modes, progress=bars, callbacks=callbacks, say=show.remark)
 
 

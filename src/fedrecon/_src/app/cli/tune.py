@@ -73,7 +73,7 @@ def run(args: Tune) -> int:
     from fedrecon._src.simulation.multihost import start_jax_devices
 
     seconds_of(args.budget)
-    start_jax_devices(args.settings.jax_devices)
+    start_jax_devices(args.settings.jax_devices, small_loops=args.settings.small_loops)
     tuned = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
     if tuned.failed is not None:
         show.alarm(f"tuning failed: {tuned.failed}. Lower --server.learning-rate, or check the data")

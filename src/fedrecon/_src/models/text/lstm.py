@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal as Primal
+from jax.custom_derivatives import SymbolicZero
 
 from fedrecon._src.models.text.shared_weights import merging
 
@@ -220,13 +221,7 @@ def _by_tiles(tile: Callable[[_Sentences, Array, Any], Any], lengths: Array, res
 
 
 def _forward(
-    x: CustomVJPPrimal,
-    kernel: CustomVJPPrimal,
-    recurrent: CustomVJPPrimal,
-    bias: CustomVJPPrimal,
-    lengths: CustomVJPPrimal,
-    moved: CustomVJPPrimal,
-    held: tuple[CustomVJPPrimal, ...],
+    x: Primal, kernel: Primal, recurrent: Primal, bias: Primal, lengths: Primal, moved: Primal, held: tuple[Primal, ...]
 ) -> tuple[tuple[Array, Array], Any]:
     weights = kernel.value, recurrent.value, bias.value
     frozen = not any(leaf.perturbed for leaf in (kernel, recurrent, bias, *held))

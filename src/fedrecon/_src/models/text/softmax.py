@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal as Primal
+from jax.custom_derivatives import SymbolicZero
 
-from fedrecon._src.models.text.shared_weights import merging
+from fedrecon._src.models.text.shared_weights import Layer, merging
 
 Rows = tuple[Array, Array]  # hidden, and the targets
 Weights = tuple[Array, Array]  # kernel and bias
@@ -153,13 +154,7 @@ class Logits:
 
 @jax.custom_vjp
 def cross_entropy(
-    hidden: Array,
-    kernel: Array,
-    bias: Array,
-    target: Array,
-    moved: Array,
-    where_moved: Array,
-    held: tuple[Array, ...],
+    hidden: Array, kernel: Array, bias: Array, target: Array, moved: Array, where_moved: Array, held: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     """Return the cross-entropy of each row, and 1 where the target's logit is the highest (a tie included).
 
@@ -178,13 +173,7 @@ def cross_entropy(
 
 
 def _forward(
-    hidden: CustomVJPPrimal,
-    kernel: CustomVJPPrimal,
-    bias: CustomVJPPrimal,
-    target: CustomVJPPrimal,
-    moved: CustomVJPPrimal,
-    where_moved: CustomVJPPrimal,
-    held: tuple[CustomVJPPrimal, ...],
+    hidden: Primal, kernel: Primal, bias: Primal, target: Primal, moved: Primal, where_moved: Primal, held: Any
 ) -> tuple[tuple[Array, Array], Any]:
     rows, weights = (hidden.value, target.value), (kernel.value, bias.value)
     losses = _losses(rows, weights)
@@ -212,40 +201,6 @@ def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
 
 
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
-    """Return cross-entropies, whether the target has the highest logit, and the softmax as exponentials and a total."""
-    highest = jnp.max(logits, -1)
-    exponentials = jnp.exp(logits - lax.stop_gradient(highest)[:, None])
-    total = jnp.sum(exponentials, -1)
-    at_target = jnp.take_along_axis(logits, target[:, None], -1)[:, 0]
-    losses = jnp.log(total) + lax.stop_gradient(highest) - at_target
-    real = target >= 0
-    return jnp.where(real, losses, 0), (real & (at_target >= highest)).astype(logits.dtype), exponentials, total
-
-
-def _losses_at_once(rows: Rows, weights: Weights) -> tuple[Array, Array]:
-    """Return the cross-entropies, and whether the target has the highest logit."""
-    return _compare(rows[0] @ weights[0] + weights[1], rows[1])[:2]
-
-
-def _slopes_at_once(rows: Rows, weights: Weights) -> Array:
-    """Return the gradient of each cross-entropy by its row."""
-    (hidden, target), (kernel, bias) = rows, weights
-    *_, exponentials, total = _compare(hidden @ kernel + bias, target)
-    slope = (exponentials @ kernel.T) / total[:, None] - kernel[:, target].T
-    return jnp.where((target >= 0)[:, None], slope, 0)
-
-
-def _gradients_at_once(rows: tuple[Array, Array, Array], weights: Weights) -> tuple[Array, Array, Array]:
-    """Return the gradients of a sum of cross-entropies with given weights, by the rows, the kernel and the bias."""
-    (hidden, target, d_losses), (kernel, bias) = rows, weights
-    *_, exponentials, total = _compare(hidden @ kernel + bias, target)
-    d_losses = jnp.where(target >= 0, d_losses, 0)
-    d_logits = exponentials * (d_losses / total)[:, None]
-    d_logits = d_logits.at[jnp.arange(len(target)), target].add(-d_losses)
-    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0)
 
 
 def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, sums: bool = False) -> Any:
@@ -284,9 +239,46 @@ def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, su
     return jax.tree.unflatten(tree, [x if is_sum(number) else x[back] for number, x in enumerate(results)])
 
 
-_losses = merging(axis=0, plain=_losses_at_once)(functools.partial(_in_parts, _losses_at_once))
-_slopes = merging(axis=0, plain=_slopes_at_once)(functools.partial(_in_parts, _slopes_at_once))
-_gradients = merging(axis=None, plain=_gradients_at_once)(functools.partial(_in_parts, _gradients_at_once, sums=True))
+def _by_rows(at_once: Layer, *, sums: bool = False) -> Layer:
+    """Apply a function of rows in parts, and to the rows of all clients at once where they share their weights."""
+    return merging(axis=None if sums else 0, plain=at_once)(functools.partial(_in_parts, at_once, sums=sums))
+
+
+def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
+    """Return cross-entropies, whether the target has the highest logit, and the softmax as exponentials and a total."""
+    highest = jnp.max(logits, -1)
+    exponentials = jnp.exp(logits - lax.stop_gradient(highest)[:, None])
+    total = jnp.sum(exponentials, -1)
+    at_target = jnp.take_along_axis(logits, target[:, None], -1)[:, 0]
+    losses = jnp.log(total) + lax.stop_gradient(highest) - at_target
+    real = target >= 0
+    return jnp.where(real, losses, 0), (real & (at_target >= highest)).astype(logits.dtype), exponentials, total
+
+
+@_by_rows
+def _losses(rows: Rows, weights: Weights) -> tuple[Array, Array]:
+    """Return the cross-entropies, and whether the target has the highest logit."""
+    return _compare(rows[0] @ weights[0] + weights[1], rows[1])[:2]
+
+
+@_by_rows
+def _slopes(rows: Rows, weights: Weights) -> Array:
+    """Return the gradient of each cross-entropy by its row."""
+    (hidden, target), (kernel, bias) = rows, weights
+    *_, exponentials, total = _compare(hidden @ kernel + bias, target)
+    slope = (exponentials @ kernel.T) / total[:, None] - kernel[:, target].T
+    return jnp.where((target >= 0)[:, None], slope, 0)
+
+
+@functools.partial(_by_rows, sums=True)
+def _gradients(rows: tuple[Array, Array, Array], weights: Weights) -> tuple[Array, Array, Array]:
+    """Return the gradients of a sum of cross-entropies with given weights, by the rows, the kernel and the bias."""
+    (hidden, target, d_losses), (kernel, bias) = rows, weights
+    *_, exponentials, total = _compare(hidden @ kernel + bias, target)
+    d_losses = jnp.where(target >= 0, d_losses, 0)
+    d_logits = exponentials * (d_losses / total)[:, None]
+    d_logits = d_logits.at[jnp.arange(len(target)), target].add(-d_losses)
+    return d_logits @ kernel.T, hidden.T @ d_logits, jnp.sum(d_logits, 0)
 
 
 @functools.lru_cache
@@ -296,7 +288,7 @@ def _compare_levels(outputs: Outputs) -> Callable[[Rows, list[Weights]], Array]:
     def at_once(rows: Rows, weights: list[Weights]) -> Array:
         return _compare(_log_shares(outputs, rows[0], weights), rows[1])[1]
 
-    return merging(axis=0, plain=at_once)(functools.partial(_in_parts, at_once))
+    return _by_rows(at_once)
 
 
 @functools.lru_cache
@@ -307,7 +299,7 @@ def _expect(outputs: Outputs) -> Callable[[Rows, list[Weights]], tuple[Array, Ar
         real = (rows[1] >= 0).astype(rows[0].dtype)
         return real, real @ jax.nn.softmax(_log_shares(outputs, rows[0], weights))
 
-    return merging(axis=None, plain=at_once)(functools.partial(_in_parts, at_once, sums=True))
+    return _by_rows(at_once, sums=True)
 
 
 def _log_shares(outputs: Outputs, hidden: Array, weights: list[Weights]) -> Array:

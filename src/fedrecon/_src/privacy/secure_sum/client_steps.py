@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.primitives import SECRET, add_mask, split
@@ -43,7 +44,7 @@ class ClientState:
 
 
 def advertise(
-    terms: Terms, me: int, *, least: int, entropy: Entropy = SYSTEM, signing_key: primitives.SigningKey | None = None
+    terms: Terms, me: int, *, least: int, entropy: Entropy = SYSTEM, signing_key: Ed25519PrivateKey | None = None
 ) -> tuple[ClientState, bytes]:
     """Draw keys for one sum and advertise them.
 
@@ -52,14 +53,14 @@ def advertise(
       me: this client's number in the cohort.
       least: the fewest clients whose sum this client wants to be part of; refused if the threshold is below.
       entropy: where keys come from.
-      signing_key: the device's own, Ed25519 or elliptic curve, if others know its verify key.
+      signing_key: the client's own, if others know its verify key.
     """
     terms.check()
     if not 0 <= me < 2**64:
         raise SecureSumError(f"`me` must be from 0 to 2**64 - 1 (got {me})")
     if terms.threshold < least:
         raise Refusal(f"client {me} takes part in sums of {least} or more; the terms allow {terms.threshold}")
-    seed, root, cipher = entropy.draw(SECRET), entropy.draw(SECRET), entropy.draw(32)
+    seed, root, cipher = entropy(SECRET), entropy(SECRET), entropy(32)
     digest = terms.digest()
     hello = sum_messages.write_hello(
         terms,
@@ -80,8 +81,8 @@ def share(
     Args:
       state: after `advertise`.
       roster: the server's answer.
-      verify_keys: keys of the devices that exist, by number or as a function; a member that has not signed with its
-        own is refused. Without them the server is trusted not to invent clients.
+      verify_keys: keys of the clients that exist, by number; a member that has not signed with its own is refused.
+        Without them the server is trusted not to invent clients.
       entropy: where nonces come from.
     """
     _expect(state, "share")
@@ -95,7 +96,7 @@ def share(
     for other in members:
         if other != me:
             key = primitives.agree(state.cipher, circle[other].cipher, digest, b"share", me, other)
-            nonce = entropy.draw(sum_messages.NONCE)
+            nonce = entropy(sum_messages.NONCE)
             sealed[other] = nonce + primitives.encrypt(key, nonce, roots[other] + seeds[other], digest)
     public = {client: (hello.cipher, hello.mask) for client, hello in circle.items()}
     after = replace(state, stage="mask", circle=public, held={me: (roots[me], seeds[me])})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -17,9 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedrecon._src.privacy.secure_sum.terms import MessageError
 
-SigningKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey
-VerifyKey = ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey
-VerifyKeys = Mapping[int, VerifyKey] | Callable[[int], VerifyKey | None]  # of the clients that exist
+VerifyKeys = Mapping[int, Ed25519PublicKey]  # of the clients that exist
 
 
 def derive(secret: bytes, digest: bytes, purpose: bytes, *ids: int, length: int = 32) -> bytes:
@@ -65,29 +62,14 @@ def decrypt(key: bytes, nonce: bytes, text: bytes, bound: bytes) -> bytes | None
         return None
 
 
-def sign(key: Any, text: bytes) -> bytes:
-    """Sign with an Ed25519 or an elliptic curve key."""
-    if isinstance(key, ed25519.Ed25519PrivateKey):
-        return key.sign(text)
-    if isinstance(key, ec.EllipticCurvePrivateKey):
-        return key.sign(text, ec.ECDSA(hashes.SHA256()))
-    raise TypeError(f"`signing_key` is a {type(key).__name__}; use an Ed25519 or an elliptic curve private key")
-
-
 def verify(keys: VerifyKeys, client: int, signature: bytes, text: bytes) -> None:
     """Raise `MessageError` unless the client's own key signed the text."""
-    key = keys(client) if callable(keys) else keys.get(client)
+    if client not in keys:
+        raise MessageError(f"client {client} has no verify key here: it is not one of the clients that are known")
     try:
-        if key is None:
-            problem: str | None = "has no verify key here: it is not one of the devices that are known"
-        elif isinstance(key, ed25519.Ed25519PublicKey):
-            problem = key.verify(signature, text)
-        else:
-            problem = key.verify(signature, text, ec.ECDSA(hashes.SHA256()))
+        keys[client].verify(signature, text)
     except InvalidSignature:
-        problem = "has not signed its keys, or not with the key that is known here"
-    if problem is not None:
-        raise MessageError(f"client {client} {problem}")
+        raise MessageError(f"client {client} has not signed its keys, or not with the key that is known here") from None
 
 
 _ZEROS = bytes(1 << 18)  # a stretch that stays in the processor's cache

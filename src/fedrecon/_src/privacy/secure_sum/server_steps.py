@@ -37,16 +37,12 @@ class Sum(NamedTuple):
     Attributes:
       total: `(length,)` the sum, modulo 2**bits, over `clients`.
       clients: whose input is in the sum.
-      missing: `{step: clients who were last heard before it}`; those of `unmask` are in the sum.
       refused: `{client: why its message was not accepted}`.
-      entropy: where the server's randomness came from; in a rehearsal everybody's. `system`, or the seed.
     """
 
     total: np.ndarray
     clients: tuple[int, ...]
-    missing: Mapping[str, tuple[int, ...]]
     refused: Mapping[int, str]
-    entropy: str
 
 
 @dataclass(frozen=True)
@@ -61,9 +57,7 @@ class SumState:
       shared: clients who gave shares to their circle.
       answered: clients whose masked input is in `masked`.
       masked: the sum of masked inputs.
-      missing: by step.
       refused: messages that were not accepted, by client.
-      entropy: the name of the server's source of randomness.
     """
 
     terms: Terms
@@ -73,9 +67,7 @@ class SumState:
     shared: frozenset[int] = frozenset()
     answered: frozenset[int] = frozenset()
     masked: np.ndarray | None = field(default=None, repr=False)
-    missing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     refused: Mapping[int, str] = field(default_factory=dict)
-    entropy: str = SYSTEM.name
 
 
 def introduce(
@@ -102,7 +94,7 @@ def introduce(
     if len(read_hellos) < terms.threshold:
         raise TooFewClients("advertise", len(read_hellos), terms.threshold)
     drawn = circles(read_hellos, terms.circle, entropy)
-    state = SumState(terms, "deliver", read_hellos, drawn, refused=refused, entropy=entropy.name)
+    state = SumState(terms, "deliver", read_hellos, drawn, refused=refused)
     rosters = {
         client: sum_messages.write_roster(terms, client, [sent[member] for member in circle])
         for client, circle in drawn.items()
@@ -135,8 +127,7 @@ def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
     if len(shared) < terms.threshold:
         most = max((_present(state, client, set(sealed)) for client in sealed), default=0)
         raise TooFewClients("share", most, terms.threshold)
-    missing = {**state.missing, "share": tuple(sorted(set(state.circles) - shared))}
-    after = replace(state, stage="collect", shared=frozenset(shared), missing=missing, refused=refused)
+    after = replace(state, stage="collect", shared=frozenset(shared), refused=refused)
     deliveries = {
         client: sum_messages.write_entries(
             "delivery",
@@ -163,8 +154,7 @@ def collect(state: SumState, masked: Incoming) -> tuple[SumState, Outgoing]:
         np.add(total, vector, out=total)
         answered.add(client)
     _check_left(state, answered, answered, "mask")
-    missing = {**state.missing, "mask": tuple(sorted(state.shared - answered))}
-    after = replace(state, stage="total", answered=frozenset(answered), masked=total, missing=missing, refused=refused)
+    after = replace(state, stage="total", answered=frozenset(answered), masked=total, refused=refused)
     requests = {
         client: sum_messages.write_request(terms, client, _shares_to_reveal(after, client))
         for client in sorted(answered)
@@ -197,8 +187,7 @@ def total(state: SumState, reveals: Incoming) -> Sum:
         add_mask(result, primitives.derive(seed, terms.digest(), b"own mask", client), subtract=True)
     for client in sorted(state.shared - state.answered):
         _take_off(result, state, client, revealed, combiner)
-    missing = {**state.missing, "unmask": tuple(sorted(state.answered - set(revealed)))}
-    return Sum(result, tuple(sorted(state.answered)), missing, refused, state.entropy)
+    return Sum(result, tuple(sorted(state.answered)), refused)
 
 
 def _take_off(

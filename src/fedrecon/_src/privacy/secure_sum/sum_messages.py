@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedrecon._src.privacy.secure_sum import primitives
 from fedrecon._src.privacy.secure_sum.primitives import SECRET
@@ -55,10 +56,8 @@ class _Reader:
     """Takes a message apart from the front."""
 
     def __init__(self, message: bytes, kind: str, terms: Terms, client: int | None) -> None:
-        self._left, self._kind = (
-            memoryview(message if isinstance(message, bytes | bytearray | memoryview) else b""),
-            kind,
-        )
+        self._left = memoryview(message if isinstance(message, bytes | bytearray | memoryview) else b"")
+        self._kind = kind
         magic, version, number, digest, self.client = _HEADER.unpack(self.take(_HEADER.size))
         problem = None
         if (magic, version) != (MAGIC, VERSION):
@@ -81,10 +80,6 @@ class _Reader:
     def count(self) -> int:
         return _COUNT.unpack(self.take(_COUNT.size))[0]
 
-    def rest(self) -> memoryview:
-        part, self._left = self._left, self._left[len(self._left) :]
-        return part
-
     def records(self, size: int) -> list[bytes]:
         """Read a count and that many records of one size, which must be all that is left."""
         number = self.count()
@@ -100,10 +95,12 @@ class _Reader:
 # ---- advertise, roster ----
 
 
-def write_hello(terms: Terms, client: int, cipher: bytes, mask: bytes, commitment: bytes, signing_key: object) -> bytes:
+def write_hello(
+    terms: Terms, client: int, cipher: bytes, mask: bytes, commitment: bytes, signing_key: Ed25519PrivateKey | None
+) -> bytes:
     """Write what a client advertises, signed if there is a key."""
     body = _header("advertise", terms, client) + cipher + mask + commitment
-    signature = b"" if signing_key is None else primitives.sign(signing_key, body)
+    signature = b"" if signing_key is None else signing_key.sign(body)
     return body + _COUNT.pack(len(signature)) + signature
 
 
@@ -169,14 +166,11 @@ def write_masked(terms: Terms, client: int, vector: np.ndarray) -> bytes:
 
 
 def read_masked(message: bytes, terms: Terms, client: int) -> np.ndarray:
-    """Read a masked vector: a view of the message."""
-    body = _Reader(message, "masked", terms, client).rest()
-    if len(body) != terms.length * terms.dtype.itemsize:
-        raise MessageError(
-            f"a masked message has {len(body)} bytes; {terms.length} integers of {terms.bits} bits are "
-            f"{terms.length * terms.dtype.itemsize}"
-        )
-    return np.frombuffer(body, terms.dtype)
+    """Read a masked vector."""
+    reader = _Reader(message, "masked", terms, client)
+    vector = np.frombuffer(reader.take(terms.length * terms.dtype.itemsize), terms.dtype)
+    reader.end()
+    return vector
 
 
 # ---- request ----

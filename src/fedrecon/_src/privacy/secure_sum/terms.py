@@ -41,19 +41,8 @@ class TooFewClients(SecureSumError):
         )
 
 
-class Entropy(NamedTuple):
-    """A source of random bytes.
-
-    Attributes:
-      name: `system`, or `seed 7`: results say which it was.
-      draw: `number of bytes -> bytes`.
-    """
-
-    name: str
-    draw: Callable[[int], bytes]
-
-
-SYSTEM = Entropy("system", os.urandom)
+Entropy = Callable[[int], bytes]  # from a number of bytes to random bytes
+SYSTEM: Entropy = os.urandom
 
 
 def seeded(seed: int) -> Entropy:
@@ -62,7 +51,7 @@ def seeded(seed: int) -> Entropy:
     Args:
       seed: any whole number from 0.
     """
-    return Entropy(f"seed {seed}", np.random.default_rng(seed).bytes)
+    return np.random.default_rng(seed).bytes
 
 
 MAGIC, VERSION = b"FRSS", 1
@@ -157,7 +146,7 @@ def plan(
     if size < 2:
         raise SecureSumError(f"`cohort` and `circle` must be at least 2 (got cohort={cohort}, circle={circle})")
     needed = -(-3 * size // 5) if threshold is None else threshold
-    return Terms(session or entropy.draw(16), round, length, bits, size, needed).check()
+    return Terms(session or entropy(16), round, length, bits, size, needed).check()
 
 
 def circles(clients: Iterable[int], size: int, entropy: Entropy = SYSTEM) -> dict[int, tuple[int, ...]]:
@@ -174,7 +163,7 @@ def circles(clients: Iterable[int], size: int, entropy: Entropy = SYSTEM) -> dic
     members = sorted(clients)
     if len(members) <= size:
         return dict.fromkeys(members, tuple(members))
-    tags = {client: entropy.draw(16) for client in members}
+    tags = {client: entropy(16) for client in members}
     ring = sorted(members, key=tags.__getitem__)
     reach = (size - 1) // 2
     return {

@@ -24,23 +24,15 @@ from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
 from fedrecon._src.models.factorization import popularity_factors, ranking_params
 from fedrecon._src.recommend import cold_start, ranking
-from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reading
+from fedrecon._src.recommend.config import ClicksConfig, Reading
 from fedrecon._src.recommend.rating_model import Items
-from fedrecon._src.recommend.recipe import build_split
-from fedrecon._src.recommend.round_zero import Result
+from fedrecon._src.recommend.recipe import build_split, evaluation_split
+from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart, estimate_clicks
 from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
 from fedrecon._src.recommend.task import AlgorithmParts, Measure, Read, Ready, Table, Task, Users
-from fedrecon._src.recommend.tasks.ratings import (
-    describe_items,
-    divide_users,
-    load_ratings,
-    name_items,
-    read_ratings,
-    recall_items,
-    usual_columns,
-)
+from fedrecon._src.recommend.tasks.ratings import ItemsTask, read_ratings
 from fedrecon._src.simulation.evaluation import Evaluation
 
 DIMS = (32, 64, 128, 256, 512, 1024)
@@ -62,57 +54,14 @@ MOST_ITEMS = 10_000  # beyond this, what baselines of all pairs of items would c
 EASE_RIDGE = 500.0
 
 
-def with_weights(config: ClicksConfig, clients: Clients) -> Clients:
-    """Return clients with a weight for each item, if counts are used."""
-    if config.model.counts == "ignore" or "rating" not in clients.columns:
-        return clients
-    count = np.asarray(clients.columns["rating"], np.float32)
-    if len(count) and not count.min() >= 1:
-        raise DataError(
-            f"there is a count of {count.min():g}; --model.counts log is for counts of 1 and more: "
-            "leave out smaller ones with --data.at-least 1, or ignore counts"
-        )
-    return dataclasses.replace(clients, columns={**clients.columns, "weight": click_weight(count)})
-
-
 def click_weight(count: Any) -> Any:
     """Return item weights, 1 + log(count), as numpy or JAX arrays."""
     return 1 + (np if isinstance(count, np.ndarray) else jnp).log(count)
 
 
-def build_ranking(config: ClicksConfig, num_items: int) -> Model:
-    """Return the model."""
-    settings, weight = config.model, None if config.model.counts == "ignore" else "weight"
-    dim = dim_of(settings, num_items)
-    return ranking_factorization(num_items, dim, init_scale=settings.init_scale, weight=weight)
-
-
 def dim_of(settings: Ranking, num_items: int) -> int:
     """Return the length of embeddings where validation users do not choose it; no more than there are items."""
     return min(DEPLOYED_DIM if settings.dim == "auto" else settings.dim, num_items)
-
-
-def _pin(config: ClicksConfig, items: Items) -> ClicksConfig:
-    """Fix the dimensions, and what counts as a click: a node's file may leave out less."""
-    dim, at_least = dim_of(config.model, len(items)), config.data.at_least
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim, at_least=at_least))
-
-
-def _start_model(config: ClicksConfig, items: Items, zero: Any) -> tuple[ClicksConfig, Model]:
-    model = build_ranking(config, len(items))
-    if isinstance(zero, ClicksResult):
-        model = start_from(model, ranking_params(zero.item_embedding, zero.counts))
-    return config, model
-
-
-def _apply_result(config: ClicksConfig, items: Items, result: Result) -> tuple[ClicksConfig, Items]:
-    return config, dataclasses.replace(items, counts=np.rint(result.counts).astype(np.int64))
-
-
-def _read_node(config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-    del progress
-    clicks = read_clicks(config, items, path, reading)
-    return Read(clicks, clicks.skipped)
 
 
 def start_from(model: Model, params: Params) -> Model:
@@ -130,7 +79,7 @@ def choose_dim(config: ClicksConfig, users: Users, result: ClicksResult) -> int:
     if not dims or judges_of(users) < JUDGES:
         return min(LEAST_DIM, most)
     judges, scores = users.valid.take(np.arange(min(len(users.valid), MOST_JUDGES))), []
-    holdout = ranking.split_items(judges, build_split(config.split.evaluate, config.split))
+    holdout = ranking.split_items(judges, evaluation_split(config))
     for dim in dims:
         params = ranking_params(result.item_embedding[:, :dim], result.counts)
         scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
@@ -151,53 +100,6 @@ def largest_dim(config: ClicksConfig, train: Clients, num_items: int) -> int:
 def upload_bytes(dim: int, train: Clients) -> float:
     """Return how much a user sends in a round, on average."""
     return 4 * (dim**2 + 2 * dim * train.num_examples / max(1, len(train)))
-
-
-def _build_algorithm(config: ClicksConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
-    """Return least squares over all items, by clients in rounds."""
-    settings = config.model
-    return federated_ials(
-        model,
-        unobserved=settings.unobserved,
-        ridge=settings.ridge,
-        server=with_prior(parts.server, settings.prior, examples=parts.examples, around_start=not config.privacy.on),
-        split=build_split(config.split.train, config.split),
-        second_order=settings.second_order,
-        both_ways=settings.both_ways,
-        aggregate=parts.aggregator,
-    )
-
-
-def _load(config: ClicksConfig) -> Ratings:
-    return load_ratings(config.data, at_least=config.data.at_least)
-
-
-def _prepare(config: ClicksConfig, clicks: Ratings, users: Users, items: Items) -> Ready:
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
-    users = Users(*(with_weights(config, part) for part in users))
-    if config.privacy.on:
-        items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
-        model = build_ranking(config, len(items))
-        return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
-    dim = config.model.dim
-    most = largest_dim(config, users.train, len(items)) if dim == "auto" else min(dim, len(items))
-    result = estimate_clicks(users.train, len(items), most)
-    dim = choose_dim(config, users, result) if dim == "auto" else most
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim))
-    params = ranking_params(result.item_embedding[:, :dim], items.counts)
-    model = start_from(build_ranking(config, len(items)), params)
-    fallback = popularity_factors(np.asarray(items.counts), dim)
-    return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)), fallback=fallback)
-
-
-def _finish(config: ClicksConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
-    """Choose how much popularity counts for people with few items, if there are enough to judge it by."""
-    del algorithm  # all of it follows from the parameters
-    judged = config.patience is not None and judges_of(users) >= JUDGES
-    if config.privacy.on or not judged or not np.isfinite(params["item_embedding"]).all():
-        return params
-    split = build_split(config.split.evaluate, config.split)
-    return cold_start.blend_popularity(params, users.valid, split, config.model.unobserved, config.model.ridge)
 
 
 def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
@@ -222,42 +124,159 @@ def _say_dim(config: ClicksConfig, train: Clients) -> str:
     return f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes)."
 
 
-def _read(config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-    del progress
-    clicks = read_clicks(config, items, path, reading, usual_columns(config.data))
-    # What is shown and what is hidden is drawn, in a file of any order.
-    return Read(clicks.shuffle(config.data.shuffle_seed or 0), clicks.skipped)
+def say_cost(num_items: int) -> str:
+    """Say what EASE would cost for so many items."""
+    memory, minutes = EASE_BYTES * num_items**2 / 1e9, 2 * num_items**3 / EASE_FLOPS / 60
+    return f"EASE (needs {memory:,.0f} GB, {minutes:,.0f} min)"
 
 
-def read_clicks(
-    config: ClicksConfig,
-    items: Items,
-    path: Path,
-    reading: Reading,
-    usual: Mapping[str, int | str | None] | None = None,
-) -> Ratings:
-    """Read what people have from another file, with the numbers of these items.
+class _ClicksTask(ItemsTask[ClicksConfig]):
+    """Clicks: which items people have."""
 
-    Args:
-      config: settings of the model.
-      items: what the model knows.
-      path: the file.
-      reading: how it is read; a column of counts or ratings need not be there.
-      usual: what columns are called where `reading` leaves it open, if the file has them.
-    """
-    if reading.rating == Reading.rating:
-        reading = dataclasses.replace(reading, rating="auto")
-    if reading.duplicates == Reading.duplicates:
-        reading = dataclasses.replace(reading, duplicates="sum")
-    return read_ratings(path, reading, at_least=config.model.at_least, schema=RatingsSchema(items.ids, usual or {}))
+    name, examples = "clicks", "clicks"
+    measures = MEASURES
+    curve = (NDCG, RECALL)
+    goal = NDCG
+    serve = "recommend {run} --clicks FILE"
+    untrained = ClicksConfig()
+    items_alone = by_client = True
+
+    def view(self, config: ClicksConfig, clients: Clients) -> Clients:
+        """Return clients with a weight for each item, if counts are used."""
+        if config.model.counts == "ignore" or "rating" not in clients.columns:
+            return clients
+        count = np.asarray(clients.columns["rating"], np.float32)
+        if len(count) and not count.min() >= 1:
+            raise DataError(
+                f"there is a count of {count.min():g}; --model.counts log is for counts of 1 and more: "
+                "leave out smaller ones with --data.at-least 1, or ignore counts"
+            )
+        return dataclasses.replace(clients, columns={**clients.columns, "weight": click_weight(count)})
+
+    def read(self, config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+        clicks = _read_clicks(config, path, reading, RatingsSchema(items.ids, self.usual_columns(config)))
+        # What is shown and what is hidden is drawn, in a file of any order.
+        return Read(clicks.shuffle(config.data.shuffle_seed or 0), clicks.skipped)
+
+    def read_node(self, config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+        clicks = _read_clicks(config, path, reading, RatingsSchema(items.ids))
+        return Read(clicks, clicks.skipped)
+
+    # ---- training ----
+
+    def build_model(self, config: ClicksConfig, items: Items) -> Model:
+        settings, weight = config.model, None if config.model.counts == "ignore" else "weight"
+        dim = dim_of(settings, len(items))
+        return ranking_factorization(len(items), dim, init_scale=settings.init_scale, weight=weight)
+
+    def build_algorithm(self, config: ClicksConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
+        """Return least squares over all items, by clients in rounds."""
+        settings, around_start = config.model, not config.privacy.on
+        return federated_ials(
+            model,
+            unobserved=settings.unobserved,
+            ridge=settings.ridge,
+            server=with_prior(parts.server, settings.prior, examples=parts.examples, around_start=around_start),
+            split=build_split(config.split.train, config.split),
+            second_order=settings.second_order,
+            both_ways=settings.both_ways,
+            aggregate=parts.aggregator,
+        )
+
+    def prepare(self, config: ClicksConfig, clicks: Ratings, users: Users, items: Items) -> Ready:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
+        users = Users(*(self.view(config, part) for part in users))
+        if config.privacy.on:
+            items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
+            model = self.build_model(config, items)
+            return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
+        dim = config.model.dim
+        most = largest_dim(config, users.train, len(items)) if dim == "auto" else min(dim, len(items))
+        result = estimate_clicks(users.train, len(items), most)
+        dim = choose_dim(config, users, result) if dim == "auto" else most
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim))
+        params = ranking_params(result.item_embedding[:, :dim], items.counts)
+        model = start_from(self.build_model(config, items), params)
+        fallback = popularity_factors(np.asarray(items.counts), dim)
+        return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)), fallback=fallback)
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        return -metrics.get(NDCG.name, np.nan)
+
+    def finish(self, config: ClicksConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
+        """Choose how much popularity counts for people with few items, if there are enough to judge it by."""
+        judged = config.patience is not None and judges_of(users) >= JUDGES
+        if config.privacy.on or not judged or not np.isfinite(params["item_embedding"]).all():
+            return params
+        unobserved, ridge = config.model.unobserved, config.model.ridge
+        return cold_start.blend_popularity(params, users.valid, evaluation_split(config), unobserved, ridge)
+
+    # ---- evaluation ----
+
+    def add_metrics(
+        self, config: ClicksConfig, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
+    ) -> Evaluation:
+        """Add the share of items that are recommended to anybody, and metrics after so many examples of a person."""
+        if not evaluation.clients:
+            return evaluation
+        if evaluation.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
+            more = {COVERAGE.name: np.nan}
+        else:
+            scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
+            metrics = _measure({"model": scorer}, config, clients, len(params["item_embedding"])).get("model", {})
+            more = {name: value for name, value in metrics.items() if name not in evaluation.micro}
+        return dataclasses.replace(evaluation, micro={**evaluation.micro, **more})
+
+    def baselines(self, config: ClicksConfig, items: Items, train: Clients | None, measured: Clients) -> Table:
+        if train is None:
+            popularity = {} if items.counts is None else {"popularity": ranking.score_by_count(items.counts)}
+            return _measure(popularity, config, measured, len(items))
+        sets = ranking.item_sets(train)
+        scorers = {"popularity": ranking.popularity(sets, len(items))}
+        if len(items) <= MOST_ITEMS:
+            pairs = ranking.count_pairs(sets, len(items))
+            scorers["item kNN"] = ranking.item_knn(sets, len(items), pair_counts=pairs)
+            scorers["EASE"] = ranking.ease(sets, len(items), ridge=EASE_RIDGE, pair_counts=pairs)
+        table = _measure(scorers, config, measured, len(items))
+        return {**table, say_cost(len(items)): {}} if table and "EASE" not in table else table
+
+    def advice(self, best: str, config: ClicksConfig) -> str:
+        central = "" if best == "popularity" else "It needs everybody's data in one place; popularity does not. "
+        return (
+            f"{central}Try more --rounds, another --model.dim, --model.unobserved or --model.prior, or fedrecon tune."
+        )
+
+    # ---- over nodes ----
+
+    def pin(self, config: ClicksConfig, items: Items) -> ClicksConfig:
+        """Fix the dimensions, and what counts as a click: a node's file may leave out less."""
+        dim, at_least = dim_of(config.model, len(items)), config.data.at_least
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim, at_least=at_least))
+
+    def round_zero(self, config: ClicksConfig, num_items: int, options: Mapping[str, Any]) -> RoundZero:
+        return SpectralStart(num_items=num_items, dim=dim_of(config.model, num_items))
+
+    def start_model(self, config: ClicksConfig, items: Items, zero: Any) -> tuple[ClicksConfig, Model]:
+        model = self.build_model(config, items)
+        if isinstance(zero, ClicksResult):
+            model = start_from(model, ranking_params(zero.item_embedding, zero.counts))
+        return config, model
+
+    def apply_result(self, config: ClicksConfig, items: Items, result: Result) -> tuple[ClicksConfig, Items]:
+        return config, dataclasses.replace(items, counts=np.rint(result.counts).astype(np.int64))
 
 
-# ---- baselines ----
+def _read_clicks(config: ClicksConfig, path: Path, reading: Reading, schema: RatingsSchema) -> Ratings:
+    """Read what people have from another file; a column of counts or ratings need not be there."""
+    usual: dict[str, Any] = {"rating": "auto", "duplicates": "sum"}
+    changes = {name: value for name, value in usual.items() if getattr(reading, name) == getattr(Reading, name)}
+    reading = dataclasses.replace(reading, **changes)
+    return read_ratings(path, reading, at_least=config.model.at_least, schema=schema)
 
 
 def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, clients: Clients, num_items: int) -> Table:
     """Rank the items of measured users by each scorer; nothing if no item is hidden."""
-    split = build_split(config.split.evaluate, config.split)
+    split = evaluation_split(config)
     holdout = ranking.split_items(clients, split)
     if not len(holdout.hidden.item):
         return {}
@@ -270,84 +289,4 @@ def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, client
     }
 
 
-def say_cost(num_items: int) -> str:
-    """Say what EASE would cost for so many items."""
-    memory, minutes = EASE_BYTES * num_items**2 / 1e9, 2 * num_items**3 / EASE_FLOPS / 60
-    return f"EASE (needs {memory:,.0f} GB, {minutes:,.0f} min)"
-
-
-def _baselines(config: ClicksConfig, items: Items, train: Clients, measured: Clients) -> Table:
-    sets = ranking.item_sets(train)
-    scorers = {"popularity": ranking.popularity(sets, len(items))}
-    if len(items) <= MOST_ITEMS:
-        pairs = ranking.count_pairs(sets, len(items))
-        scorers["item kNN"] = ranking.item_knn(sets, len(items), pair_counts=pairs)
-        scorers["EASE"] = ranking.ease(sets, len(items), ridge=EASE_RIDGE, pair_counts=pairs)
-    table = _measure(scorers, config, measured, len(items))
-    return {**table, say_cost(len(items)): {}} if table and "EASE" not in table else table
-
-
-def _saved_baselines(config: ClicksConfig, items: Items, measured: Clients) -> Table:
-    if items.counts is None:
-        return {}
-    return _measure({"popularity": ranking.score_by_count(items.counts)}, config, measured, len(items))
-
-
-def _add_details(
-    config: ClicksConfig, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
-) -> Evaluation:
-    """Add the share of items that are recommended to anybody, and metrics after so many examples of a person."""
-    if not evaluation.clients:
-        return evaluation
-    if evaluation.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
-        more = {COVERAGE.name: np.nan}
-    else:
-        scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
-        metrics = _measure({"model": scorer}, config, clients, len(params["item_embedding"])).get("model", {})
-        more = {name: value for name, value in metrics.items() if name not in evaluation.micro}
-    return dataclasses.replace(evaluation, micro={**evaluation.micro, **more})
-
-
-def _advice(best: str, config: ClicksConfig) -> str:
-    del config
-    central = "" if best == "popularity" else "It needs everybody's data in one place; popularity does not. "
-    return f"{central}Try more --rounds, another --model.dim, --model.unobserved or --model.prior, or fedrecon tune."
-
-
-CLICKS: Task[ClicksConfig, Ratings, Items] = Task(
-    name="clicks",
-    config=ClicksConfig,
-    people="users",
-    examples="clicks",
-    measures=MEASURES,
-    curve=(NDCG, RECALL),
-    goal=NDCG,
-    untrained=ClicksConfig(data=ClickData(source="")),
-    load=lambda config, progress: _load(config),
-    legend=lambda config, clicks: name_items(clicks, divide_users(clicks, config.data).train),
-    divide=lambda config, clicks, progress: divide_users(clicks, config.data),
-    facts=lambda config, clicks: {"clicks": clicks.num_examples, "items": clicks.num_items},
-    build_model=lambda config, items: build_ranking(config, len(items)),
-    build_algorithm=_build_algorithm,
-    prepare=_prepare,
-    view=with_weights,
-    read=_read,
-    describe=describe_items,
-    recall=recall_items,
-    baselines=_baselines,
-    saved_baselines=_saved_baselines,
-    add_metrics=_add_details,
-    advice=_advice,
-    serve="recommend {run} --clicks FILE",
-    items_alone=True,
-    by_client=True,
-    score=lambda metrics: -metrics.get(NDCG.name, np.nan),
-    finish=_finish,
-    pin=_pin,
-    round_zero=lambda config, num_items, options: SpectralStart(
-        num_items=num_items, dim=dim_of(config.model, num_items)
-    ),
-    start_model=_start_model,
-    apply_result=_apply_result,
-    read_node=_read_node,
-)
+CLICKS: Task[ClicksConfig, Ratings, Items] = _ClicksTask()

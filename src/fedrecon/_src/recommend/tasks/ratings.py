@@ -5,22 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.display import Progress
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings, RatingsSchema, load, load_titles, unique_labels
 from fedrecon._src.data.columns import MissingColumnsError
 from fedrecon._src.data.movielens import NAMES
+from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.data.sources import DataError, RowErrors
 from fedrecon._src.data.tables import JsonLinesError, open_table
 from fedrecon._src.recommend import cold_start
-from fedrecon._src.recommend.baselines import predict_by_biases, rating_baselines, rating_errors, split_ratings
-from fedrecon._src.recommend.config import COLUMNS, Data, RatingsConfig, Reading, changed, is_default
+from fedrecon._src.recommend.baselines import (
+    RatingHoldout,
+    predict_by_biases,
+    rating_baselines,
+    rating_errors,
+    split_ratings,
+)
+from fedrecon._src.recommend.config import COLUMNS, ClicksConfig, Data, RatingsConfig, Reading, changed, is_default
 from fedrecon._src.recommend.estimate import Estimate
 from fedrecon._src.recommend.rating_model import (
     Items,
@@ -35,9 +42,9 @@ from fedrecon._src.recommend.rating_model import (
     scale_ends,
     transformed,
 )
-from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, build_split
+from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split
 from fedrecon._src.recommend.round_zero import Result, RoundZero
-from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Table, Task, Users, split_users
+from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Ready, Table, Task, Users, split_users
 from fedrecon._src.simulation.evaluation import Evaluation
 
 
@@ -63,46 +70,25 @@ def _is_collection(path: Path) -> bool:
     return str(path) in (*NAMES, "synthetic") or path.is_dir() or path.suffix == ".zip"
 
 
-def load_ratings(settings: Data, at_least: float | None = None) -> Ratings:
-    """Load the ratings that settings name, whole and in their own order, with titles if there are any.
-
-    Args:
-      settings: which file, and how it is read.
-      at_least: lower ratings are left out; None keeps all.
-    """
-    ratings = _load(settings, at_least)
+def load_ratings(settings: Data) -> Ratings:
+    """Load the ratings that settings name, whole and in their own order, with titles if there are any."""
+    if settings.source == "":
+        raise DataError("the data source is empty; give a path or the name of a data set.")
+    load_source = _load_collection if _is_collection(Path(settings.source)) else _load_file
+    ratings = load_source(settings, getattr(settings, "at_least", None))
     if settings.titles is None:
         return ratings
     return dataclasses.replace(ratings, titles=_titles(settings.titles, ratings.item_ids, settings.source))
 
 
-def _titles(file: str | Path, ids: np.ndarray, source: str) -> np.ndarray:
-    """Read the titles of items; those without one are called by their id."""
-    titles = load_titles(file)
-    if not any(str(item_id) in titles for item_id in ids.tolist()):
-        raise DataError(f"{file} has no title for any item of {source}: are its ids the same?")
-    return np.array([titles.get(str(item_id), str(item_id)) for item_id in ids.tolist()], dtype=str)
-
-
-def with_titles(items: Items, file: str | Path) -> Items:
-    """Return items with the titles of a file, each of which then stands for one item."""
-    titles = _titles(file, items.ids, "the model")
-    return dataclasses.replace(items, titles=np.array(unique_labels(titles.tolist(), items.ids.tolist())))
-
-
-def _load(settings: Data, at_least: float | None) -> Ratings:
-    path = Path(settings.source)
-    if settings.source == "":
-        raise DataError("the data source is empty; give a path or the name of a data set.")
-    if not _is_collection(path):
-        return _load_file(settings, at_least)
-    unused = changed(settings, Reading)
-    if settings.source == "synthetic" and at_least is not None:
-        unused.append("at_least")
+def _load_collection(settings: Data, at_least: float | None) -> Ratings:
+    """Load a data set by its name, or from a folder or an archive."""
+    synthetic = settings.source == "synthetic"
+    unused = [*changed(settings, Reading), *(["at_least"] if synthetic and at_least is not None else [])]
     if unused:
         options = ", ".join(f"data.{name}" for name in unused)
         raise DataError(f"{options} cannot be used: {settings.source} is not a ratings file.")
-    if settings.source == "synthetic":
+    if synthetic:
         return load(settings.source).at_least(settings.min_ratings)
     return load(settings.source, min_ratings=settings.min_ratings, at_least=at_least)
 
@@ -120,72 +106,18 @@ def _load_file(settings: Data, at_least: float | None) -> Ratings:
         raise DataError(f"{problem}; {advice}", problem.fields) from None
 
 
-def divide_users(ratings: Ratings, settings: Data) -> Users:
-    """Split the users; at least one must train."""
-    users = split_users(ratings, settings)
-    if not len(users.train):
-        raise DataError(f"{settings.source} has {len(ratings)} users: too few to train on.")
-    return users
+def _titles(file: str | Path, ids: np.ndarray, source: str) -> np.ndarray:
+    """Read the titles of items; those without one are called by their id."""
+    titles = load_titles(file)
+    if not any(str(item_id) in titles for item_id in ids.tolist()):
+        raise DataError(f"{file} has no title for any item of {source}: are its ids the same?")
+    return np.array([titles.get(str(item_id), str(item_id)) for item_id in ids.tolist()], dtype=str)
 
 
-def name_items(ratings: Ratings, seen: Clients) -> Items:
-    """Say what items are called and how often training users have them.
-
-    Args:
-      ratings: as loaded.
-      seen: the training users alone: whoever validates or tests leaves no trace in a saved model.
-    """
-    rows = rows_of(seen.starts, seen.ends)
-    items, values = np.asarray(seen.columns["item"])[rows], np.asarray(seen.columns["rating"])[rows]
-    ids = np.asarray(ratings.item_ids)
-    return Items(
-        ids,
-        None if ratings.titles is None else np.array(unique_labels(ratings.titles.tolist(), ids.tolist())),
-        np.bincount(items, minlength=ratings.num_items),
-        (float(values.min()), float(values.max())) if len(values) else None,
-    )
-
-
-def usual_columns(data: Data) -> dict[str, int | str | None]:
-    """Return what columns are called in the file that a model was trained on, where settings say so.
-
-    Args:
-      data: the settings of that file.
-    """
-    return {role: getattr(data, role) for role in changed(data, Reading) if role in COLUMNS}
-
-
-def _read(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-    del progress
-    schema = RatingsSchema(items.ids, usual_columns(config.data), accepted_ratings(config, items))
-    ratings = read_ratings(path, reading, schema=schema)
-    return Read(ratings, ratings.skipped)
-
-
-def describe_items(items: Items) -> dict[str, Any]:
-    """Return items as what JSON can hold."""
-    return {
-        "item_ids": items.ids.tolist(),
-        "titles": None if items.titles is None else items.titles.tolist(),
-        "counts": None if items.counts is None else items.counts.tolist(),
-        "scale": None if items.scale is None else list(items.scale),
-        "liking": None if items.liking is None else items.liking.to_json(),
-    }
-
-
-def recall_items(description: Mapping[str, Any]) -> Items:
-    """Undo `describe_items`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
-    titles = description["titles"]
-    # Older models have none of these.
-    counts, scale, liking = (description.get(name) for name in ("counts", "scale", "liking"))
-    ids = description["item_ids"]
-    return Items(
-        np.array(ids),
-        None if titles is None else np.array(unique_labels(titles, ids), dtype=str),  # older models repeat titles
-        None if counts is None else np.array(counts, np.int64),
-        None if scale is None else (float(scale[0]), float(scale[1])),
-        None if liking is None else Liking.from_json(liking),
-    )
+def with_titles(items: Items, file: str | Path) -> Items:
+    """Return items with the titles of a file, each of which then stands for one item."""
+    titles = _titles(file, items.ids, "the model")
+    return dataclasses.replace(items, titles=np.array(unique_labels(titles.tolist(), items.ids.tolist())))
 
 
 def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
@@ -226,113 +158,202 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
     return Items(ids, np.array(unique_labels(labels, ids.tolist())) if title in names else None)
 
 
+# ---- the tasks ----
+
+T = TypeVar("T", bound=RatingsConfig | ClicksConfig)
+
+
+class ItemsTask(Task[T, Ratings, Items]):
+    """What ratings and clicks have in common."""
+
+    def load(self, config: T, progress: Progress) -> Ratings:
+        """Load the data that settings name."""
+        return load_ratings(config.data)
+
+    def legend(self, config: T, data: Ratings) -> Items:
+        """Return what items are called, and how often training users have them.
+
+        Whoever validates or tests leaves no trace in a saved model.
+        """
+        train = self.divide(config, data, silent).train
+        rows = rows_of(train.starts, train.ends)
+        items, values = np.asarray(train.columns["item"])[rows], np.asarray(train.columns["rating"])[rows]
+        ids, titles = np.asarray(data.item_ids), data.titles
+        return Items(
+            ids,
+            None if titles is None else np.array(unique_labels(titles.tolist(), ids.tolist())),
+            np.bincount(items, minlength=data.num_items),
+            (float(values.min()), float(values.max())) if len(values) else None,
+        )
+
+    def divide(self, config: T, data: Ratings, progress: Progress) -> Users:
+        """Split the clients into those that train, validate and test."""
+        users = split_users(data, config.data)
+        if not len(users.train):
+            raise DataError(f"{config.data.source} has {len(data)} users: too few to train on.")
+        return users
+
+    def facts(self, config: T, data: Ratings) -> dict[str, Any]:
+        """Return what run.json says about the data."""
+        return {self.examples: data.num_examples, "items": data.num_items}
+
+    def usual_columns(self, config: T) -> dict[str, int | str | None]:
+        """Return what columns are called in the file that a model was trained on, where settings say so."""
+        return {role: getattr(config.data, role) for role in changed(config.data, Reading) if role in COLUMNS}
+
+    def describe(self, items: Items) -> dict[str, Any]:
+        """Return items as what JSON can hold."""
+        columns = {"item_ids": items.ids, "titles": items.titles, "counts": items.counts}
+        scale, liking = items.scale, items.liking
+        return {
+            **{name: None if column is None else column.tolist() for name, column in columns.items()},
+            "scale": scale and list(scale),
+            "liking": liking and {"bias": np.round(liking.bias, DIGITS).tolist(), "user_ridge": liking.user_ridge},
+        }
+
+    def recall(self, description: Mapping[str, Any]) -> Items:
+        """Undo `describe`; raises KeyError, TypeError or ValueError if it is nothing of the kind."""
+        ids, titles = description["item_ids"], description["titles"]
+        # Older models have none of these.
+        counts, scale, liking = (description.get(name) for name in ("counts", "scale", "liking"))
+        return Items(
+            np.array(ids),
+            None if titles is None else np.array(unique_labels(titles, ids), dtype=str),  # older models repeat titles
+            None if counts is None else np.array(counts, np.int64),
+            None if scale is None else (float(scale[0]), float(scale[1])),
+            None if liking is None else Liking(np.asarray(liking["bias"], np.float64), float(liking["user_ridge"])),
+        )
+
+
 RMSE = Measure("rmse", "RMSE")
 STARS = 5.0  # the widest scale on which predictions within half a star of the rating are called accurate
+DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
 
 
-def _omit(config: RatingsConfig) -> tuple[str, ...]:
-    scale = config.model.scale
-    stars = scale is None or (scale.transform == "none" and scale.high - scale.low <= STARS)
-    return () if stars else (ACCURACY.name,)
+class _RatingsTask(ItemsTask[RatingsConfig]):
+    """Ratings: how much people like items."""
+
+    name, examples = "ratings", "ratings"
+    measures = curve = (RMSE, ACCURACY)
+    goal = RMSE
+    serve = "recommend {run} --ratings FILE"
+    untrained = RatingsConfig()
+
+    def are_counts(self, config: RatingsConfig, data: Ratings) -> bool:
+        return config.data.transform == "none" and data.describe().are_counts
+
+    def view(self, config: RatingsConfig, clients: Clients) -> Clients:
+        return transformed(clients, config.model.scale.transform if config.model.scale else "none")
+
+    def read(self, config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+        schema = RatingsSchema(items.ids, self.usual_columns(config), accepted_ratings(config, items))
+        ratings = read_ratings(path, reading, schema=schema)
+        return Read(ratings, ratings.skipped)
+
+    def read_node(self, config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+        ratings = read_ratings(path, reading, schema=RatingsSchema(items.ids))
+        return Read(ratings, ratings.skipped)
+
+    # ---- training ----
+
+    def build_model(self, config: RatingsConfig, items: Items) -> Model:
+        return build_model(config.model, len(items))
+
+    def build_algorithm(self, config: RatingsConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
+        parts = parts._replace(server=add_priors(config, parts.server, parts.examples))
+        return build_reconstruction_algorithm(config, model, parts, ridges_of(config))
+
+    def prepare(self, config: RatingsConfig, data: Ratings, users: Users, items: Items) -> Ready:
+        return prepare_ratings(config, data, users, items)
+
+    def finish(self, config: RatingsConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
+        """Choose how much implicit feedback says of a newcomer's bias, if there are enough to judge it by."""
+        if config.privacy.on or config.patience is None:
+            return params
+        return cold_start.shrink_evidence(algorithm, params, users.valid, evaluation_split(config))
+
+    # ---- evaluation and inference ----
+
+    def omit(self, config: RatingsConfig) -> tuple[str, ...]:
+        scale = config.model.scale
+        stars = scale is None or (scale.transform == "none" and scale.high - scale.low <= STARS)
+        return () if stars else (ACCURACY.name,)
+
+    def add_metrics(
+        self, config: RatingsConfig, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
+    ) -> Evaluation:
+        """Add metrics after so many ratings of a person."""
+        if not evaluation.clients or evaluation.diverged:
+            return evaluation
+        after = cold_start.rate_after(algorithm, params, clients, evaluation_split(config))
+        return dataclasses.replace(evaluation, micro={**evaluation.micro, **after})
+
+    def baselines(self, config: RatingsConfig, items: Items, train: Clients | None, measured: Clients) -> Table:
+        split = evaluation_split(config)
+        holdout = split_ratings(measured, split)
+        if not len(holdout.query.rating):
+            return {}
+        if train is None:
+            return _known_baselines(config, items, holdout)
+        table = rating_baselines(train, measured, split=split, num_items=len(items)).table
+        after = cold_start.rating_baselines_after(train, measured, split, len(items))
+        return {name: {**row, **after.get(name, {})} for name, row in table.items()}
+
+    def advice(self, best: str, config: RatingsConfig) -> str:
+        preset = "" if config.privacy.on or is_default(config) else "--preset default, "
+        return (
+            f"With few ratings per user, there may be nothing to learn beyond biases. Try {preset}more --rounds, fewer "
+            "dimensions (--model.dim 4), a larger --model.prior, or fedrecon tune."
+        )
+
+    def ends(self, config: RatingsConfig, items: Items) -> tuple[float, float] | None:
+        return scale_ends(config.model, items)
+
+    def limits(self, config: RatingsConfig, items: Items) -> RatingLimits | None:
+        return accepted_ratings(config, items)
+
+    def restore(self, config: RatingsConfig, items: Items, scores: np.ndarray) -> np.ndarray:
+        """Return predictions within the scale, and as counts if the model has learned their logarithms."""
+        scale, ends = config.model.scale, scale_ends(config.model, items)
+        if scale is not None and scale.transform == "log1p":
+            scores = np.expm1(np.minimum(scores, scale.high))
+        return scores.copy() if ends is None else np.clip(scores, *ends)
+
+    # ---- over nodes ----
+
+    def pin(self, config: RatingsConfig, items: Items) -> RatingsConfig:
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
+
+    def round_zero(self, config: RatingsConfig, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
+        if not (config.model.round_zero or config.data.transform != "none"):
+            return None
+        if not config.privacy.on:
+            return round_zero_of(config, num_items)
+        return round_zero_of(
+            config,
+            num_items,
+            noise_multiplier=options["round_zero_noise"],
+            clients=max(round(options["users"] * config.data.fractions[0]), 1),
+            approximate=True,
+            hosts=options["least_nodes"] if options["secure"] else 0,
+        )
+
+    def start_model(self, config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Model]:
+        """Return settings and model with what round zero estimated; before it, with an estimate of the same shapes."""
+        if zero is None:
+            return config, build_model(config.model, len(items))
+        if config.model.scale is None:
+            config, _ = apply_estimate(config, items, zero.estimate)
+        return config, build_model(config.model, len(items), zero.estimate)
+
+    def apply_result(self, config: RatingsConfig, items: Items, result: Result) -> tuple[RatingsConfig, Items]:
+        return apply_estimate(config, items, result.estimate, result.counts)
 
 
-def _build_algorithm(config: RatingsConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
-    parts = parts._replace(server=add_priors(config, parts.server, parts.examples))
-    return build_reconstruction_algorithm(config, model, parts, ridges_of(config))
-
-
-def _restore(config: RatingsConfig, items: Items, scores: np.ndarray) -> np.ndarray:
-    """Return predictions within the scale, and as counts if the model has learned their logarithms."""
-    scale, ends = config.model.scale, scale_ends(config.model, items)
-    if scale is not None and scale.transform == "log1p":
-        scores = np.expm1(np.minimum(scores, scale.high))
-    return scores.copy() if ends is None else np.clip(scores, *ends)
-
-
-# ---- over nodes ----
-
-
-def _pin(config: RatingsConfig, items: Items) -> RatingsConfig:
-    del items
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
-
-
-def _round_zero(config: RatingsConfig, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
-    if not (config.model.round_zero or config.data.transform != "none"):
-        return None
-    if not config.privacy.on:
-        return round_zero_of(config, num_items)
-    return round_zero_of(
-        config,
-        num_items,
-        noise_multiplier=options["round_zero_noise"],
-        clients=max(round(options["users"] * config.data.fractions[0]), 1),
-        approximate=True,
-        hosts=options["least_nodes"] if options["secure"] else 0,
-        scale=config.privacy.rating_range,
-        **({} if config.model.round_zero else {"bias_passes": 0, "trait_passes": 0}),
-    )
-
-
-def _start_model(config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Model]:
-    """Return settings and model with what round zero estimated; before it, with an estimate that has its shapes."""
-    if zero is None:
-        return config, build_model(config.model, len(items))
-    if config.model.scale is None:
-        config, _ = apply_estimate(config, items, zero.estimate)
-    return config, build_model(config.model, len(items), zero.estimate)
-
-
-def _apply_result(config: RatingsConfig, items: Items, result: Result) -> tuple[RatingsConfig, Items]:
-    config, items = apply_estimate(config, items, result.estimate, result.counts)
-    if config.privacy.on and not config.model.round_zero:  # only the scale was asked for
-        items = dataclasses.replace(items, counts=None, liking=None)
-    return config, items
-
-
-def _read_node(config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-    del config, progress
-    ratings = read_ratings(path, reading, schema=RatingsSchema(items.ids))
-    return Read(ratings, ratings.skipped)
-
-
-# ---- baselines ----
-
-
-def _baselines(config: RatingsConfig, items: Items, train: Clients, measured: Clients) -> Table:
-    split = build_split(config.split.evaluate, config.split)
-    if not len(split_ratings(measured, split).query.rating):
-        return {}
-    table = rating_baselines(train, measured, split=split, num_items=len(items)).table
-    after = cold_start.rating_baselines_after(train, measured, split, len(items))
-    return {name: {**row, **after.get(name, {})} for name, row in table.items()}
-
-
-def _add_after(
-    config: RatingsConfig, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
-) -> Evaluation:
-    """Add metrics after so many ratings of a person."""
-    if not evaluation.clients or evaluation.diverged:
-        return evaluation
-    after = cold_start.rate_after(algorithm, params, clients, build_split(config.split.evaluate, config.split))
-    return dataclasses.replace(evaluation, micro={**evaluation.micro, **after})
-
-
-def _finish(config: RatingsConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
-    """Choose how much implicit feedback says of a newcomer's bias, if there are enough to judge it by."""
-    if config.privacy.on or config.patience is None:
-        return params
-    split = build_split(config.split.evaluate, config.split)
-    return cold_start.shrink_evidence(algorithm, params, users.valid, split)
-
-
-def _saved_baselines(config: RatingsConfig, items: Items, measured: Clients) -> Table:
+def _known_baselines(config: RatingsConfig, items: Items, holdout: RatingHoldout) -> Table:
     """Measure the baselines that follow from the scale and the item biases in a model."""
     scale, liking = config.model.scale, items.liking
     if scale is None or liking is None:
-        return {}
-    holdout = split_ratings(measured, build_split(config.split.evaluate, config.split))
-    if not len(holdout.query.rating):
         return {}
     estimate = Estimate(
         item_bias=liking.bias,
@@ -349,49 +370,4 @@ def _saved_baselines(config: RatingsConfig, items: Items, measured: Clients) -> 
     return {name: rating_errors(estimate.restore(guess), holdout.query.rating) for name, guess in guesses.items()}
 
 
-def _advice(best: str, config: RatingsConfig) -> str:
-    del best
-    preset = "" if config.privacy.on or is_default(config) else "--preset default, "
-    return (
-        f"With few ratings per user, there may be nothing to learn beyond biases. Try {preset}more --rounds, fewer "
-        "dimensions (--model.dim 4), a larger --model.prior, or fedrecon tune."
-    )
-
-
-RATINGS: Task[RatingsConfig, Ratings, Items] = Task(
-    name="ratings",
-    config=RatingsConfig,
-    people="users",
-    examples="ratings",
-    measures=(RMSE, ACCURACY),
-    curve=(RMSE, ACCURACY),
-    goal=RMSE,
-    untrained=RatingsConfig(data=Data(source="")),
-    load=lambda config, progress: load_ratings(config.data),
-    legend=lambda config, ratings: name_items(ratings, divide_users(ratings, config.data).train),
-    divide=lambda config, ratings, progress: divide_users(ratings, config.data),
-    facts=lambda config, ratings: {"ratings": ratings.num_examples, "items": ratings.num_items},
-    build_model=lambda config, items: build_model(config.model, len(items)),
-    build_algorithm=_build_algorithm,
-    prepare=prepare_ratings,
-    view=lambda config, clients: transformed(clients, config.model.scale.transform if config.model.scale else "none"),
-    read=_read,
-    describe=describe_items,
-    recall=recall_items,
-    baselines=_baselines,
-    saved_baselines=_saved_baselines,
-    add_metrics=_add_after,
-    advice=_advice,
-    serve="recommend {run} --ratings FILE",
-    ends=lambda config, items: scale_ends(config.model, items),
-    limits=accepted_ratings,
-    restore=_restore,
-    omit=_omit,
-    finish=_finish,
-    pin=_pin,
-    round_zero=_round_zero,
-    start_model=_start_model,
-    apply_result=_apply_result,
-    read_node=_read_node,
-    are_counts=lambda config, ratings: config.data.transform == "none" and ratings.describe().are_counts,
-)
+RATINGS: Task[RatingsConfig, Ratings, Items] = _RatingsTask()
