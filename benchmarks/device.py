@@ -1,14 +1,16 @@
-"""Bundles for devices against their budgets: sizes, export, import, reconstruction here and in Chromium.
+"""Bundles for devices against their budgets: sizes, export, import, reconstruction and rounds here and in JavaScript.
 
     python benchmarks/device.py --data synthetic --json figures.json
 
-Sizes are exact. Times depend on the machine. If Chromium or playwright is missing, its row says so.
+Sizes are exact. Times depend on the machine. If node, the packages of tests/web (make test-web), Chromium or playwright
+are missing, their rows say so.
 """
 
 import argparse
 import dataclasses
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -32,8 +34,13 @@ from fedrecon.models import ranking_params
 from fedrecon_device import Bundle
 from fedrecon_device.bundle import ITEMS, TABLES
 from fedrecon_device.files import MANIFEST
+from next_word import WRITTEN, text_model, written_sentences
 
 RATED, MANY = 100, 100_000
+HERE = Path(__file__).parent
+NO_CHROMIUM, NO_RUNTIME = "no Chromium or playwright", "no Chromium, playwright or packages of tests/web"
+DIST = "tests/web/node_modules/onnxruntime-web/dist"
+RUNTIME = Path(os.environ.get("FEDRECON_ONNXRUNTIME_WEB", HERE.parent / DIST)).absolute()
 
 
 def of_defaults(num_items, titles):
@@ -117,8 +124,8 @@ def timed(run, times=20):
     return float(np.median(found))
 
 
-def in_chromium(folder):
-    """Rate 100 films in the page and return how long the last reconstruction with all scores took, in ms."""
+def in_chromium(folder, measure):
+    """Serve a bundle to a tab of Chromium and return what `measure(tab)` does; None without Chromium or playwright."""
     chromium = next(
         (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None
     )
@@ -134,26 +141,69 @@ def in_chromium(folder):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with sync_playwright() as running:
         browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.goto(f"http://localhost:{server.server_address[1]}/web/")
-        ids = Bundle(folder).items.ids
-        kept = json.dumps({"version": 1, "examples": [[ids[k], 1 + k % 5] for k in range(RATED)]})
-        page.evaluate("(kept) => localStorage.setItem('fedrecon:/web/', kept)", kept)
-        found = []
-        for _ in range(5):
-            page.reload()
-            while not page.evaluate("document.documentElement.dataset.ready ?? ''"):
-                time.sleep(0.05)
-            found.append(page.evaluate("fedrecon.took"))
+        found = measure(browser.new_page(base_url=f"http://localhost:{server.server_address[1]}"))
         browser.close()
     server.shutdown()
     return found
+
+
+def time_reconstruction(page, examples):
+    """Return how long the page took to reconstruct a person with these examples, in ms, each time it was opened."""
+    kept = json.dumps({"version": 1, "examples": examples})
+    page.goto("/web/")
+    page.evaluate("(kept) => localStorage.setItem('fedrecon:/web/', kept)", kept)
+    found = []
+    for _ in range(5):
+        page.reload()
+        wait_for(page)
+        found.append(page.evaluate("fedrecon.took"))
+    return found
+
+
+def wait_for(page):
+    while not page.evaluate("document.documentElement.dataset.ready ?? ''"):
+        time.sleep(0.05)
+
+
+def time_rounds(page):
+    """Return what a round of training takes on the page, and the most memory of the process that runs it."""
+    script = HERE / "device_round.mjs"
+    page.add_init_script("delete Navigator.prototype.serviceWorker")  # it knows only the bundle's own files
+    page.route("**/device_round.mjs", lambda route: route.fulfill(path=script, content_type="text/javascript"))
+    page.goto("/web/")
+    wait_for(page)
+    figures = page.evaluate(
+        """async (rated) => {
+          const { timeRounds } = await import(`${location.origin}/web/device_round.mjs`);
+          const { fetchFrom } = await import(`${location.origin}/web/bundle.js`);
+          return timeRounds({ folder: location.origin, read: fetchFrom(new URL("..", location.href)), rated });
+        }""",
+        RATED,
+    )
+    processes = page.context.browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+    peaks = [peak_memory(process["id"]) for process in processes if process["type"] == "renderer"]
+    return figures | {"MB": max(peaks)}
+
+
+def peak_memory(process):
+    """Return the most memory that a process had, in MB."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1e3
+
+
+def in_node(folder):
+    """Return what a round of training takes in node; None without node or onnxruntime-web."""
+    if shutil.which("node") is None or not RUNTIME.is_dir():
+        return None
+    command = ["node", str(HERE / "device_round.mjs"), str(folder), str(RUNTIME), str(RATED)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 TRAIN_ON = """
 import json, sys, time
 import numpy as np
 from fedrecon_device import Bundle, Trainer
+from fedrecon_device.sealing import Purpose, make_report
 
 folder, rated = sys.argv[1], int(sys.argv[2])
 begun = time.perf_counter()
@@ -162,22 +212,26 @@ trainer = Trainer(bundle)
 loaded = time.perf_counter() - begun
 message = {f"message/method/{path}": table for path, table in bundle.tables.items()}
 columns = {"item": np.arange(rated), "rating": 1.0 + np.arange(rated) % 5}
+plan, total = bytes.fromhex(trainer.digest), trainer.plan["sum"]
 times = []
 for number in range(21):
     begun = time.perf_counter()
-    trainer.update(message, (0, number), "device", columns)
+    vector = trainer.update(message, (0, number), "device", columns).vector
+    purpose = Purpose(plan, "benchmark ", bytes(16), number, len(vector))
+    report = make_report(vector, bytes.fromhex(total["helper"]), purpose, total["bits"])
     times.append(time.perf_counter() - begun)
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # of this program alone
 figures = {"load_ms": 1e3 * loaded, "first_ms": 1e3 * times[0], "ms": 1e3 * float(np.median(times[1:]))}
 assert "jax" not in sys.modules
-print(json.dumps({**figures, "MB": int(peak.split()[1]) / 1e3}))
+print(json.dumps({**figures, "MB": int(peak.split()[1]) / 1e3, "report_bytes": len(report)}))
 """
 
 
 def training_of(model, folder):
-    """Bundle a model for training; return sizes, and what a round takes in a process without JAX."""
+    """Bundle a model for training; return sizes, and what a round takes in Python without JAX, node and Chromium."""
     begun = time.perf_counter()
-    bundle_model(model, folder, train=DeviceTraining(DevicePlan(helper="ab" * 32)))
+    runtime = RUNTIME if RUNTIME.is_dir() else None
+    bundle_model(model, folder, onnxruntime_web=runtime, train=DeviceTraining(DevicePlan(helper="ab" * 32)))
     export = time.perf_counter() - begun
     plan, graph = json.loads((folder / "plan.json").read_text()), (folder / "update.onnx").read_bytes()
     down = sum(
@@ -192,14 +246,39 @@ def training_of(model, folder):
         "graph_gzip_bytes": len(gzip.compress(graph, 9, mtime=0)),
         "down_bytes": down,
         "up_bytes": plan["vector"]["length"] * plan["sum"]["bits"] // 8 + 96,
+        "node": in_node(folder),
+        "chromium": None if runtime is None else in_chromium(folder, time_rounds),
     }
 
 
-def training_row(what, figures):
-    """Write a row on a round of training."""
+def training_rows(what, figures):
+    """Write the rows on a round of training."""
     sizes = f"{figures['graph_gzip_bytes'] / 1e3:.0f} kB of graph (gzip), {figures['down_bytes'] / 1e6:.2f} MB down"
-    times = f"{figures['first_ms']:.0f} ms, then {figures['ms']:.1f}; {figures['MB']:.0f} MB of memory"
-    return f"a round on {RATED} ratings, {what}", f"{times}; {sizes}, {figures['up_bytes'] / 1e6:.2f} MB up", ""
+    title = f"a round on {RATED} ratings, {what}"
+    return [
+        (title, f"{round_times(figures)}; {sizes}, {figures['up_bytes'] / 1e6:.2f} MB up", ""),
+        (f"{title}, node.js", round_times(figures["node"]) or "no node or packages of tests/web", ""),
+        (f"{title}, Chromium", round_times(figures["chromium"]) or NO_RUNTIME, ""),
+    ]
+
+
+def round_times(figures):
+    if figures is None:
+        return None
+    return f"{figures['first_ms']:.0f} ms, then {figures['ms']:.1f}; {figures['MB']:.0f} MB of memory"
+
+
+def page_times(times, missing):
+    return missing if times is None else f"{times[0]:.1f} ms, then {np.median(times[1:]):.1f}"
+
+
+def of_words(folder):
+    """Return how long the page takes to learn a person's sentences with the default model of text, in ms."""
+    if not RUNTIME.is_dir():
+        return None
+    saved = text_model()
+    bundle_model(saved, folder, onnxruntime_web=RUNTIME)
+    return in_chromium(folder, lambda page: time_reconstruction(page, written_sentences(saved.legend)))
 
 
 def main():
@@ -230,7 +309,9 @@ def measured(place):
     device = Bundle(small)
     ratings = {"item": np.arange(RATED), "rating": 1.0 + np.arange(RATED) % 5}
     here = timed(lambda: device.reconstruct(ratings))
-    browser = in_chromium(small)
+    examples = [[device.items.ids[k], 1 + k % 5] for k in range(RATED)]
+    browser = in_chromium(small, lambda page: time_reconstruction(page, examples))
+    words = of_words(place / "words")
     models = {
         "default settings, 9,066 films x 16": of_defaults(9066, titles),
         "the paper's factorization, 9,066 films x 50": of_the_paper(9066, titles),
@@ -247,10 +328,8 @@ def measured(place):
         "numpy_seconds": starting,
         "onnxruntime_ms": 1000 * here,
         "chromium_ms": browser,
+        "words_chromium_ms": words,
     }
-    chromium = (
-        "no Chromium or playwright" if browser is None else f"{browser[0]:.1f} ms, then {np.median(browser[1:]):.1f}"
-    )
     rows = [
         ("the page without tables", f"{page_of(small) / 1e3:.0f} kB", "100 kB"),
         ("all that the page loads, 9,066 films x 50, int8", f"{loaded_by_the_page(small) / 1e6:.2f} MB", "2.5 MB"),
@@ -261,8 +340,13 @@ def measured(place):
         ("fedrecon bundle, 9,066 films", f"{export:.0f} s", "60 s"),
         ("import fedrecon_device, in a new process", f"{importing:.2f} s (numpy alone {starting:.2f})", "0.3 s"),
         (f"least squares from {RATED} ratings, ONNX Runtime", f"{1000 * here:.1f} ms", ""),
-        (f"least squares from {RATED} ratings and all scores, Chromium", chromium, "50 ms"),
-        *(training_row(what, found) for what, found in training.items()),
+        (f"least squares from {RATED} ratings and all scores, Chromium", page_times(browser, NO_CHROMIUM), "50 ms"),
+        (
+            f"a person with {WRITTEN} sentences, default model of text, Chromium",
+            page_times(words, NO_RUNTIME),
+            "200 ms",
+        ),
+        *(row for what, found in training.items() for row in training_rows(what, found)),
     ]
     return {"rows": rows, "figures": figures}
 

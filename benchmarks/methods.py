@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for `studies`, which is not installed
 
-DIM, CLIENTS, BATCH, ROUNDS, RATE = 16, 100, 5, 40, 0.1
+DIM, CLIENTS, BATCH, ROUNDS, RATE = 16, 100, 5, 200, 0.1
 
 
 def main():

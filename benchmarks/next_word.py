@@ -1,9 +1,13 @@
-"""The next word model at the paper's size: a training step against PyTorch and its matrix products, and blocks."""
+"""Next words: a training step of the paper's model, its reconstruction, and a whole training, against PyTorch."""
 
 import argparse
 import json
 import os
+import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,6 +15,9 @@ VOCABULARY, EMBEDDING, HIDDEN, PROJECTION, BATCH, LENGTH = 10_000, 96, 670, 96, 
 BUCKETS = 500
 STEPS = 5  # of one call
 SUPPORT_STEPS = 2
+# A whole training: rounds, clients in each, sentences of a client (a tenth is support), words of a sentence.
+ROUNDS, PER_ROUND, SENTENCES, WORDS = 40, 8, 150, 12
+WRITTEN = 200  # sentences of a person who is reconstructed
 
 
 def clients(number, steps, buckets, *, natural=False):
@@ -169,6 +176,204 @@ class Reconstruction:
         return (time.perf_counter() - begin) / self.steps
 
 
+def text_model(local="output_bias"):
+    """Return an untrained model of the default settings with made-up words, or one with another local part."""
+    import dataclasses
+
+    import jax
+    import numpy as np
+
+    from fedrecon._src.recommend.config import TEXT_DEFAULT, Reconstruct
+    from fedrecon._src.recommend.saved_models import SavedModel
+    from fedrecon._src.recommend.tasks import TEXT
+    from fedrecon.data import Vocabulary
+
+    settings = dataclasses.replace(TEXT_DEFAULT.model, local=local)
+    solver = TEXT_DEFAULT.reconstruct if local == "output_bias" else Reconstruct()
+    config = dataclasses.replace(TEXT_DEFAULT, model=settings, reconstruct=solver)
+    words = Vocabulary(tuple(f"w{k}" for k in range(settings.vocabulary)), settings.oov_buckets)
+    params = TEXT.build_model(config, words).init_global(jax.random.key(0))
+    return SavedModel(config, jax.tree.map(np.asarray, params), words)
+
+
+def written_sentences(vocabulary):
+    """Return a person's sentences of 2 to 20 words; the later a word, the rarer, and 6% are outside the vocabulary."""
+    generator = random.Random(0)
+    words, weights = vocabulary.words, [1 / (k + 1) for k in range(len(vocabulary))]
+    return [
+        [
+            f"own{generator.randrange(50)}" if generator.random() < 0.06 else word
+            for word in generator.choices(words, weights, k=generator.randint(2, LENGTH))
+        ]
+        for _ in range(WRITTEN)
+    ]
+
+
+def columns_of(saved):
+    """Return the same sentences as examples of a model."""
+    from fedrecon.data import personal_text
+
+    text = "\n".join(" ".join(words) for words in written_sentences(saved.legend))
+    return personal_text(text, saved.legend, saved.config.model.max_words).columns
+
+
+class PersonalStep:
+    """Training steps of the default text model with a local part that is reconstructed already."""
+
+    def __init__(self, local):
+        import jax
+        import numpy as np
+
+        import fedrecon as fr
+        from fedrecon._src.core.cohort import Packer
+
+        saved = text_model(local)
+        method, columns = saved.algorithm.method, columns_of(saved)
+        person = fr.Clients.from_columns(columns, client=np.zeros(WRITTEN, int))
+        cohort = jax.device_put(Packer(person, method.needs).pack(np.array([0])))
+        params, key = jax.device_put(saved.params), jax.random.key(1)
+        self.given = params, method.stages.prepare(params, (), cohort, key), cohort, key
+        self.run = jax.jit(lambda *given: method.stages.finish(*given)[0])
+        self.steps = saved.config.update.steps
+
+    def call(self):
+        """Return the seconds a step."""
+        import jax
+
+        begin = time.perf_counter()
+        jax.block_until_ready(self.run(*self.given))
+        return (time.perf_counter() - begin) / self.steps
+
+
+class Person:
+    """One person of the default text model, reconstructed in closed form."""
+
+    def __init__(self):
+        saved = text_model()
+        self.given = saved.algorithm, saved.params, columns_of(saved)
+
+    def call(self):
+        """Return the seconds of a reconstruction."""
+        import fedrecon as fr
+
+        begin = time.perf_counter()
+        fr.reconstruct(*self.given)
+        return time.perf_counter() - begin
+
+
+class TorchTraining:
+    """The default model and rounds of `fedrecon train --task text` as a plain PyTorch loop.
+
+    A client copies the global parameters, takes eight clipped steps of SGD and returns its change; the server adds the
+    mean. Tables have sparse gradients, and the softmax has two levels. Nothing is personal.
+    """
+
+    def __init__(self):
+        import torch
+
+        from fedrecon._src.data.sentences import PAIR_ROWS
+        from fedrecon._src.recommend.config import TEXT_DEFAULT
+
+        self.torch, self.pair_rows, model = torch, PAIR_ROWS, TEXT_DEFAULT.model
+        torch.manual_seed(0)
+        self.inputs, self.steps = model.vocabulary + 3, TEXT_DEFAULT.update.steps
+        self.tables = torch.nn.ModuleList(
+            torch.nn.Embedding(rows, width, sparse=True)
+            for rows, width in (
+                (self.inputs + model.oov_buckets, model.embedding),
+                (self.inputs, model.projection),
+                (PAIR_ROWS, model.projection),
+            )
+        )
+        self.lstm = torch.nn.LSTM(model.embedding, model.hidden, batch_first=True)
+        self.projection = torch.nn.Linear(model.hidden, model.projection)
+        outputs, cutoffs = self.inputs + model.oov_buckets, [model.head, model.vocabulary]
+        self.output = torch.nn.AdaptiveLogSoftmaxWithLoss(model.projection, outputs, cutoffs, div_value=1.0)
+        self.layers = torch.nn.ModuleList([self.tables, self.lstm, self.projection, self.output])
+        self.rate, self.max_norm = TEXT_DEFAULT.update.learning_rate, TEXT_DEFAULT.update.clip_norm
+
+    def step(self, words):
+        """Take one step on sentences of words."""
+        torch = self.torch
+        inputs, targets = words[:, :-1], words[:, 1:]
+        pairs = (torch.roll(inputs, 1, 1) * 31 + inputs) % self.pair_rows
+        embedding, bigrams, trigrams = self.tables
+        hidden = self.projection(self.lstm(embedding(inputs))[0]) + bigrams(inputs) + trigrams(pairs)
+        self.layers.zero_grad()
+        self.output(hidden.flatten(0, 1), targets.flatten()).loss.backward()
+        parameters = [parameter for parameter in self.all() if parameter.grad is not None]  # a group may have no target
+        gradients = [each.grad.coalesce() if each.grad.is_sparse else each.grad for each in parameters]
+        norms = [(each.values() if each.is_sparse else each).norm() for each in gradients]
+        scale = min(1.0, self.max_norm / float(torch.stack(norms).norm()))
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.add_(gradient, alpha=-self.rate * scale)
+
+    def all(self):
+        """Return all parameters."""
+        return list(self.layers.parameters())
+
+    def call(self):
+        """Return the seconds of all rounds."""
+        torch = self.torch
+        words = torch.randint(0, self.inputs, (PER_ROUND, self.steps, BATCH, WORDS + 2))
+        begin = time.perf_counter()
+        for _ in range(ROUNDS):
+            start = [parameter.detach().clone() for parameter in self.all()]
+            total = [torch.zeros_like(parameter) for parameter in start]
+            for client in words:
+                for batch in client:
+                    self.step(batch)
+                with torch.no_grad():
+                    for parameter, before, change in zip(self.all(), start, total, strict=True):
+                        change += parameter - before
+                        parameter.copy_(before)
+            with torch.no_grad():
+                for parameter, change in zip(self.all(), total, strict=True):
+                    parameter += change / PER_ROUND
+        return time.perf_counter() - begin
+
+
+def write_corpus(path, people=200):
+    """Write sentences of Zipf-distributed words, all of the same length."""
+    generator = random.Random(0)
+    words = [f"w{chr(97 + k % 26)}{chr(97 + k // 26 % 26)}{chr(97 + k // 676)}" for k in range(8000)]
+    weights = [1 / (k + 1) for k in range(len(words))]
+    with path.open("w") as file:
+        for person in range(people):
+            for moment in range(SENTENCES):
+                text = " ".join(generator.choices(words, weights, k=WORDS)) + "."
+                file.write(json.dumps({"client": f"p{person}", "time": moment, "text": text}) + "\n")
+
+
+def bench_training():
+    from fedrecon._src.recommend.config import TEXT_DEFAULT
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_corpus(Path(folder) / "posts.jsonl")
+        command = [sys.executable, "-m", "fedrecon", "train", str(Path(folder) / "posts.jsonl"), "--task", "text"]
+        command += ["--sampling.clients-per-round", str(PER_ROUND), "--patience", "None"]
+        seconds = []
+        for rounds in (ROUNDS, ROUNDS, 2 * ROUNDS):  # the first fills the cache of compiled programs
+            options = ["--rounds", str(rounds), "--evaluate-every", str(rounds), "--out", f"{folder}/{len(seconds)}"]
+            begin = time.perf_counter()
+            subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            seconds.append(time.perf_counter() - begin)
+    tokens = ROUNDS * PER_ROUND * TEXT_DEFAULT.update.steps * BATCH * (WORDS + 1)
+    figures = {"whole": 2 * tokens / seconds[2], "rounds": tokens / (seconds[2] - seconds[1])}
+    rows = [
+        (f"fedrecon train, {2 * ROUNDS} rounds, start to saved model", f"{figures['whole']:,.0f} tokens a second", ""),
+        ("its rounds alone", f"{figures['rounds']:,.0f} tokens a second", ""),
+    ]
+    try:
+        figures["PyTorch"] = tokens / TorchTraining().call()
+        ratio = figures["rounds"] / figures["PyTorch"]
+        rows.append(("rounds in PyTorch", f"{figures['PyTorch']:,.0f}: fedrecon has {ratio:.2f} times that", ""))
+    except ImportError:
+        rows.append(("rounds in PyTorch", "not installed", ""))
+    return rows, figures
+
+
 def in_turn(runners, times):
     """Time runners one after another, again and again; return the median seconds of each."""
     seconds = {name: [] for name in runners}
@@ -206,6 +411,29 @@ def bench_step():
     return rows, figures
 
 
+def bench_person():
+    """Measure what is personal in the default text model; `main` has restricted this process to one core."""
+    found = in_turn({"person": Person()}, 9)
+    found |= in_turn({"with": PersonalStep("output_bias"), "without": PersonalStep("nothing")}, 25)
+    figures = {name: 1e3 * seconds for name, seconds in found.items()}
+    ratio = found["with"] / found["without"]
+    step = f"{figures['with']:.2f} ms, without {figures['without']:.2f}: {ratio:.2f} times that"
+    rows = [
+        (f"a person with {WRITTEN} sentences, default model, one core", f"{figures['person']:.0f} ms", "100 ms"),
+        ("a training step with a personal output bias, one core", step, "at most 1.10 times"),
+    ]
+    return rows, figures
+
+
+def on_one_core():
+    """Run `bench_person` in a process of its own, since JAX has already started here with all cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        subprocess.run([sys.executable, __file__, "person", "--json", str(out)], check=True)
+        found = json.loads(out.read_text())
+    return [tuple(row) for row in found["rows"]], found["figures"]
+
+
 def bench_reconstruction():
     import fedrecon as fr
 
@@ -220,19 +448,22 @@ def bench_reconstruction():
         for name, seconds in found.items()
     ]
     rows[-1] = (*rows[-1][:2], "at least 1.5 times one client at a time")
-    return rows, {name: 1e3 * seconds for name, seconds in found.items()}
+    personal_rows, personal = on_one_core()
+    return rows + personal_rows, {name: 1e3 * seconds for name, seconds in found.items()} | personal
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["step", "reconstruction"])
+    parser.add_argument("part", choices=["step", "reconstruction", "person", "training"])
     parser.add_argument("--data", help="not used: only shapes matter")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.part == "person":
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX starts its threads
     from fedrecon import start_jax_devices
 
     # A step is one client's and has all cores to itself; a cohort is divided among devices.
-    start_jax_devices(1 if arguments.part == "step" else None)
+    start_jax_devices(1 if arguments.part == "step" else None, small_loops=False)
     rows, figures = globals()[f"bench_{arguments.part}"]()
     arguments.json.write_text(json.dumps({"rows": rows, "figures": figures}))
 

@@ -28,6 +28,7 @@ PARTS = {
     "population": ("10 thousand to 10 million clients", ["population.py"]),
     "text-step": ("next word: a training step", ["next_word.py", "step"]),
     "text-reconstruction": ("next word: reconstruction", ["next_word.py", "reconstruction"]),
+    "text-training": ("next word: a whole training", ["next_word.py", "training"]),
     "device": ("bundles for devices", ["device.py"]),
     "secure-sum": ("a secure sum", ["secure_sum.py"]),
     "device-rounds": ("rounds over devices", ["secure_sum.py", "--devices", "--length", "50000"]),

@@ -161,6 +161,7 @@ def deploy(folder, length, clients):
         "rounds": ROUNDS,
         "vector": {"length": size, "dtype": "uint32"},
         "sum": about,
+        "noise": None,
         "limits": {"reports_per_day": 1000, "min_examples": 1},
     }
     (folder / "plan.json").write_text(json.dumps(plan))
