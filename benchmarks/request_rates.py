@@ -82,14 +82,15 @@ def device_jobs(folder):
         api = DeviceApi(ServedPlan(b"", "", 1, size // 4, "uint32", 1, 10, None), secret)
         api.run = "run"
         spool = Spool(folder / f"spool-{size}", size)
-        api.open_round(OpenRound(0, b"", b"", spool, 10**9, time.monotonic() + 3600))
+        current = OpenRound(0, b"", b"", spool, 10**9, time.monotonic() + 3600)
+        api.open_round(current)
         data, requests = os.urandom(size), []
         for k in range(REPORTS):
             path = f"/v1/rounds/0/reports/{api._ticket(0, f'device-{k}')}"
             requests.append(write_request("PUT", path, headers(k), data))
         yield Job(f"devices' reports of {size // 1000} kB", api, requests)
         spool.close()
-    api.open_round(None)
+    api.close_round(current)
     requests = [write_request("GET", CHECK_IN, headers(k)) for k in range(CHECK_INS)]
     yield Job("devices' check-ins", api, requests)
     yield Job("devices' check-ins, a new TLS connection each", api, requests[:REPORTS])

@@ -88,7 +88,7 @@ def coordinating(bundle, start, folder, reports=LEAST):
     """Train over devices; yields the coordinator's address and a list that gets its result, or what it raised."""
     plan, results = read_served_plan(bundle), []
     api = DeviceApi(plan, SECRET, retry=0.2)
-    pace = DevicePace(reports, 60, 60, 0.2)
+    pace = DevicePace(reports, 180, 180, 0.2)
 
     def train(connection):
         try:
@@ -101,7 +101,7 @@ def coordinating(bundle, start, folder, reports=LEAST):
         port = stack.enter_context(run_service(api, ("127.0.0.1", 0), None))
         thread = threading.Thread(target=train, args=[connection])
         thread.start()
-        stack.callback(thread.join, 90)
+        stack.callback(thread.join, 200)
         yield f"http://127.0.0.1:{port}/", results
 
 
@@ -184,7 +184,7 @@ def run_node(bundle, server, people, folder, authority=None):
         input=json.dumps(settings | {"devices": devices}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=environment,
     )
 

@@ -14,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -252,10 +253,12 @@ def test_a_round_that_is_full_or_over_takes_no_report(opened, plan):
         assert http.call("PUT", path_of(tasks[name]), name, data).status_code == 201
     assert refusal(http.call("PUT", path_of(tasks["device-3"]), "device-3", data)) == (410, "expired")
     assert http.call("GET", "/v1/check-in", "device-3").status_code == 204
-    http.api.open_round(None)  # while the helper is asked, after which more reports may be needed
+    http.api.close_round(current)  # while the helper is asked, after which more reports may be needed
     assert refusal(http.call("PUT", path_of(tasks["device-4"]), "device-4", data)) == (429, "not-open")
     http.api.done = 1
     assert refusal(http.call("PUT", path_of(tasks["device-4"]), "device-4", data)) == (410, "expired")
+    # One that counts, and whose device heard no answer, is not called late.
+    assert http.call("PUT", path_of(tasks["device-0"]), "device-0", data).status_code == 200
     assert len(current.spool) == 3
 
 
@@ -404,13 +407,23 @@ def test_rounds_have_the_sum_of_their_reports(plan, tmp_path):
     assert not (tmp_path / "run" / device_rounds.SPOOL).exists()
 
 
+class Nobody:
+    """A connection to a helper that is not there; after three tries it is known not to come back."""
+
+    server, tries = "nowhere", 0
+
+    def post(self, path, data, most):
+        self.tries += 1
+        raise httpx.ConnectError("connection refused")
+
+    def lasting(self, error):
+        return "the helper is gone" if self.tries == 3 else None
+
+
 def test_reports_outlive_a_coordinator_whose_helper_is_gone(plan, tmp_path):
     api, names = DeviceApi(plan, SECRET), NAMES[:4]
     http = Devices(api)
-    with (
-        connect(1) as nobody,
-        training(api, tmp_path / "run", nobody, pace={"patience": 3.0}) as results,
-    ):
+    with training(api, tmp_path / "run", Nobody()) as results:
         wait_until(lambda: api._round is not None)
         assert [http.take_part(name) for name in names] == [201] * 4
     assert isinstance(results[0], NotEnoughNodes)
@@ -419,13 +432,15 @@ def test_reports_outlive_a_coordinator_whose_helper_is_gone(plan, tmp_path):
         http = Devices(api)
         with training(api, tmp_path / "run", helper, resume=True) as results:
             wait_until(lambda: api._round is not None and api._round.number == 1)  # no device was asked again
+            late = f"/v1/rounds/0/reports/{api._ticket(0, names[0])}"  # its device heard no answer before the restart
+            assert http.call("PUT", late, names[0], bytes(plan.report_bytes)).status_code == 200
             assert [http.take_part(name) for name in names] == [201] * 4
     assert_equal(results[0].params, expected([names, names]))
 
 
 def test_reports_that_a_full_disk_lost_are_asked_for_again(plan, tmp_path):
     api, names = DeviceApi(plan, SECRET), NAMES[:4]
-    with connect(1) as nobody, training(api, tmp_path / "run", nobody, pace={"patience": 3.0}) as results:
+    with training(api, tmp_path / "run", Nobody()) as results:
         wait_until(lambda: api._round is not None)
         assert [Devices(api).take_part(name) for name in names] == [201] * 4
     assert isinstance(results[0], NotEnoughNodes)

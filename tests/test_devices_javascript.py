@@ -81,11 +81,13 @@ def train_on_both(bundle, start, folder):
         device.personal.store.write(device.personal.stored() | {"participation": record_of("cy")})
         rounds = device.trainer.plan["rounds"]
         thread = threading.Thread(
-            target=device.run, args=[lambda: len(device.reports()) == rounds, lambda _: time.sleep(0.2)]
+            # No more than a request per second, or the coordinator refuses some while node still starts.
+            target=device.run,
+            args=[lambda: len(device.reports()) == rounds, lambda seconds: time.sleep(min(seconds, 1.0))],
         )
         thread.start()
         process = run_node(bundle, server, {name: people[name] for name in ("ann", "bo")}, folder)
-        thread.join(60)
+        thread.join(180)
     assert process.returncode == 0, process.stderr
     return people, results[0], device
 

@@ -6,7 +6,6 @@ import http.server
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from safetensors.numpy import save
 pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
 
 import fedrecon as fr
+from deployed import free_port
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.keys import words_of
@@ -57,11 +57,6 @@ def examples_of(name):
     return {"item": draw.permutation(ITEMS)[:6].tolist(), "rating": draw.integers(1, 6, 6).astype(float).tolist()}
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 class Program:
     """A process of ours whose output goes to a file."""
 
@@ -79,7 +74,7 @@ class Program:
         return self.log.read_text()
 
 
-def wait_until(condition, programs, seconds=120):
+def wait_until(condition, programs, seconds=240):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "\n".join(program.text()[-3000:] for program in programs)
@@ -134,7 +129,7 @@ def deployment(made, tmp_path):
         "bundle": str(tmp_path / "bundle"),
         "server": f"https://localhost:{ports['serve']}",
         "authority": str(tmp_path / "keys" / "ca.crt"),
-        "seconds": 300,
+        "seconds": 600,
         "stop": str(tmp_path / "stop"),
         "bytes": read_served_plan(tmp_path / "bundle").report_bytes,
     }

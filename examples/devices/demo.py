@@ -14,6 +14,7 @@ import csv
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -115,10 +116,12 @@ def measure(model: Path, ratings: Path) -> float:
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody uses now, below those that the system gives to outgoing connections meanwhile."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SystemExit("no port is free")
 
 
 class Demo:

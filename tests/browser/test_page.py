@@ -108,7 +108,7 @@ def context(browser):
 def opened(context, address):
     """Open the page and wait until it is ready, offline too; `wait_for_function` is not allowed by its policy."""
     page = context.new_page()
-    page.set_default_timeout(5000)
+    page.set_default_timeout(60_000)
     page.problems = []
     page.on("pageerror", lambda problem: page.problems.append(str(problem)))
     page.on("console", lambda said: page.problems.append(said.text) if said.type == "error" else None)
@@ -118,13 +118,9 @@ def opened(context, address):
 
 
 def ready(page):
-    for _ in range(200):
-        state = page.evaluate("document.documentElement.dataset.ready ?? ''")
-        if state:
-            assert state == "yes", page.inner_text("#loading")
-            return
-        time.sleep(0.05)
-    raise AssertionError("the page does not become ready")
+    until(page, "document.documentElement.dataset.ready")
+    state = page.evaluate("document.documentElement.dataset.ready")
+    assert state == "yes", page.inner_text("#loading")
 
 
 def rate(page, title, stars):
@@ -309,8 +305,7 @@ def test_words_are_suggested_as_python_suggests_them_with_the_persons_own(contex
     until(page, "document.getElementById('learned').textContent.startsWith('Learned from 3 sentences')")
     page.fill("#text", "")
     page.type("#text", "we met ")
-    until(page, "fedrecon.words?.length === 5")
-    page.wait_for_timeout(600)
+    until(page, "fedrecon.after === 'we met' && fedrecon.words.length === 5")
     picture(page, "writing")
     found = page.evaluate("fedrecon")
 
@@ -462,9 +457,18 @@ def test_a_newer_model_at_the_same_address_is_offered_and_keeps_what_was_entered
         assert page.problems == []
 
 
-def until(page, condition):
-    for _ in range(200):
-        if page.evaluate(condition):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"never: {condition}")
+def until(page, condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not holds(page, condition):
+        assert time.monotonic() < end, f"never: {condition}"
+        page.wait_for_timeout(50)
+
+
+def holds(page, condition):
+    """Return whether something is true of the page; not of one that is just being replaced."""
+    try:
+        return page.evaluate(condition)
+    except playwright.Error as problem:
+        if "navigation" not in str(problem):
+            raise
+        return False

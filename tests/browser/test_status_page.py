@@ -71,7 +71,6 @@ def test_the_page_says_that_the_coordinator_is_gone(browser, tmp_path):
     with serve_status(RunFolder(tmp_path / "run"), 15, dict, ("127.0.0.1", 0)) as port:
         page = open_page(browser, f"http://127.0.0.1:{port}/")
         page.get_by_text("No round has ended yet").wait_for()
-        page.wait_for_timeout(500)
     page.get_by_text("cannot be reached").wait_for()
     page.context.close()
 

@@ -92,7 +92,7 @@ export async function showWriting(bundle, { onChange }) {
     const logits = found.data.subarray(prompt.words.length * outputs, (prompt.words.length + 1) * outputs);
     const suggested = person.suggest(logits, prompt.words, SUGGESTED, letters);
     chips.replaceChildren(...suggested.map(chip));
-    Object.assign(/** @type {any} */ (globalThis).fedrecon ?? {}, { words: suggested });
+    Object.assign(/** @type {any} */ (globalThis).fedrecon ?? {}, { words: suggested, after: words.join(" ") });
   };
 
   /** @param {import("./words.js").Suggestion} one */

@@ -249,7 +249,7 @@ class _Rounds:
         try:
             total, received, counted = self._collect(current, batch_size)
         finally:
-            self.api.open_round(None)
+            self.api.close_round(current)
             current.spool.close()
         key = round_key(self.seed, number) if self.share is None else fresh_key()
         parts = from_vector(self.plan.complete(total), total_shapes(self.algorithm))
@@ -325,6 +325,8 @@ class _Rounds:
     def _collect(self, current: OpenRound, batch_size: int | None) -> tuple[np.ndarray, int, int]:
         """Wait for enough reports and return their sum, how many there were, and how many are in it."""
         end, needed = time.monotonic() + self.pace.patience, self.plan.least
+        if batch_size is not None:  # it was closed before a restart
+            self.api.close_round(current)
         while True:
             if batch_size is None:
                 self._await_reports(current, needed, end)
@@ -356,7 +358,7 @@ class _Rounds:
                     f"{current.number} rounds are done and saved; continue with --resume"
                 )
             current.deadline = time.monotonic() + self.pace.deadline
-        self.api.open_round(None)
+        self.api.close_round(current)
 
     def _ask_helper(self, helper: Connection, current: OpenRound, batch_size: int, end: float) -> bytes:
         """Return the helper's answer; ask again if it cannot be reached, or needs longer than a request may take."""

@@ -180,6 +180,7 @@ class DeviceApi(Service):
         self.folder: Path | None = None  # where the reports of a day are counted; None to forget them with the process
         self.counts: Counter[str] = Counter()  # of a round: devices invited, late reports, bytes sent and received
         self._round: OpenRound | None = None
+        self._closed: OpenRound | None = None  # the last one
         self._changed = threading.Condition()
         self._budgets = Budgets(REQUESTS_PER_SECOND, BURST)
         self._day, self._today = "", Counter[bytes]()  # reports by owner
@@ -194,10 +195,15 @@ class DeviceApi(Service):
 
     # ---- for the round loop ----
 
-    def open_round(self, new: OpenRound | None) -> None:
-        """Take reports of a round; None to take none."""
+    def open_round(self, new: OpenRound) -> None:
+        """Take reports of a round."""
         with self._changed:
             self._round = new
+
+    def close_round(self, current: OpenRound) -> None:
+        """Take no reports; a device that did not hear that its report of this round arrived is still told so."""
+        with self._changed:
+            self._round, self._closed = None, current
 
     def wait(self, reports: int, seconds: float) -> bool:
         """Wait until the open round has so many reports, and say whether it has."""
@@ -309,7 +315,7 @@ class DeviceApi(Service):
         """Return whether a report is there already; refuse it if its round is not open, or after enough reports."""
         with self._changed:
             current = self._round
-            if current is not None and current.number == number and owner in current.owners:
+            if any(known and known.number == number and owner in known.owners for known in (current, self._closed)):
                 return True
             if current is None and number >= self.done:  # after a restart, or while the helper is asked
                 raise _not_open()
