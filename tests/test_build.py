@@ -10,16 +10,16 @@ from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Serv
 from fedrecon._src.recommend.rating_model import relaxed_prior
 from fedrecon._src.recommend.recipe import build_server, build_update
 from fedrecon._src.recommend.stopping import (
-    DivisionsEvaluator,
     divisions_of,
+    early_stopping_of,
     evaluate_by_divisions,
-    judgements_of,
     patience_of,
     rounds_of,
     say_few_tested,
     say_rounds,
 )
 from fedrecon._src.recommend.tasks import Users
+from fedrecon._src.simulation.training import loss_of
 from toy_models import descend, linear, one_by_one, one_round, xy
 
 
@@ -76,7 +76,7 @@ def test_each_relaxation_has_a_quarter_of_the_prior_and_the_whole_rate_again():
         step, state = server.update(jnp.ones(()), state, jnp.zeros(()))
         steps.append(-float(step))
     assert steps == pytest.approx([1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 1, 0.5, 1, 0.5])
-    assert list(judgements_of(config)) == [8, 10, 12]
+    assert list(early_stopping_of(config, people(10), loss_of, None).rounds) == [8, 10, 12]
 
 
 def test_relaxations_need_validation_users_to_judge_them_and_no_promise_of_privacy():
@@ -143,11 +143,10 @@ def test_divided_clients_are_measured_on_the_queries_of_all_divisions():
     plain = fr.Evaluator(algorithm, clients, split=fr.split.half(), layout=one_by_one())
     users = Users(clients, clients, clients)
     judges = evaluate_by_divisions(plain, DEFAULT, users)
-    assert isinstance(judges, DivisionsEvaluator)
-    assert len(judges.evaluators) == 2
+    assert divisions_of(DEFAULT, users) == 2
     params = {"w": np.float32(2)}
-    found, parts = judges(params), [one(params) for one in judges.evaluators]
-    assert parts[0].micro == plain(params).micro  # the first division is the one that results are reported by
+    # The first division is the one that results are reported by.
+    found, parts = judges(params), [plain(params), plain.on(clients.shuffle(1))(params)]
     assert parts[1].micro["loss"] != pytest.approx(parts[0].micro["loss"], rel=1e-5)
     assert found.micro["loss"] == pytest.approx(np.mean([one.micro["loss"] for one in parts]), rel=1e-5)
     assert (found.clients, found.examples) == (300, 2 * parts[0].examples)

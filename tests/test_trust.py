@@ -23,7 +23,7 @@ from fedrecon._src.recommend.config import (
     config_from_json,
     read_config,
 )
-from fedrecon._src.recommend.stopping import Watch, remedy, why_failed
+from fedrecon._src.recommend.stopping import remedy, warn_of_divergence, why_failed
 from fedrecon._src.recommend.tasks import RATINGS
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.storage.arrays import save_arrays
@@ -370,7 +370,7 @@ def test_a_run_has_failed_if_more_than_a_tenth_of_it_has(records, reason):
 
 def test_a_warning_is_said_once():
     told = []
-    watch = Watch(RatingsConfig(data=Data(source="x")), RATINGS, told.append)
+    watch = warn_of_divergence(RatingsConfig(data=Data(source="x")), RATINGS, told.append)
     for number in (1, 2, 3):
         watch(a_round(number, clients=4, non_finite=number - 1))
     watch({"kind": "evaluation", "round": 3, "clients": 9, "diverged": 2})

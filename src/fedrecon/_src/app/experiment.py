@@ -31,7 +31,7 @@ from fedrecon._src.recommend.protection import Protection, protect, say_promise
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.settings import AS_TRAINED, COLUMNS, Data, OtherReading, Reading
-from fedrecon._src.recommend.stopping import Watch, rounds_of, updates_of, why_failed
+from fedrecon._src.recommend.stopping import rounds_of, updates_of, warn_of_divergence, why_failed
 from fedrecon._src.recommend.task import Ready, Table
 from fedrecon._src.recommend.tasks import Task, Users, build_algorithm, task_of
 from fedrecon._src.simulation.engine import Layout, layout
@@ -286,7 +286,7 @@ def run_experiment(
         if overwrite:
             folder.replace()
         folder.describe(facts)
-        watch = RecordCallback(Watch(protection.config, task, say, task.are_counts(config, data)))
+        watch = RecordCallback(warn_of_divergence(protection.config, task, say, task.are_counts(config, data)))
         options = RunOptions(folder, jax_layout, protection.ledger, callbacks=[watch, *callbacks], progress=progress)
         return _run(prepared._replace(config=protection.config), algorithm, facts, options)
 
@@ -296,7 +296,7 @@ def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: Run
     config, users, task, folder = ready.config, ready.users, task_of(ready.config), options.folder
     assert folder is not None
     evaluator = make_evaluator(config, algorithm, users, options.layout)
-    run = train_algorithm(config, algorithm, users, ready.fallback, evaluator, options)
+    run = train_algorithm(ready, algorithm, evaluator, options)
     if not run.interrupted:
         run = dataclasses.replace(run, params=task.finish(config, users, algorithm, run.params))
     failed = why_failed(run.history, task)

@@ -257,6 +257,7 @@ class _Bench:
         That is the error on the validation users, by as many divisions of their ratings as training judges by.
         """
         config = _with(self.config, values)
+        config = dataclasses.replace(config, evaluate_every=max(1, config.rounds // CHECKS))
         ready = self._task.prepare(config, self.ratings, self.users, self._items)
         algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
         jax_layout = build_layout(config, algorithm.model)
@@ -274,9 +275,8 @@ class _Bench:
                 raise pruned
 
         evaluator = make_evaluator(config, algorithm, ready.users, jax_layout)
-        every = max(1, config.rounds // CHECKS)
-        options = RunOptions(layout=jax_layout, evaluate_every=every, callbacks=[RecordCallback(watch)])
-        run = train_algorithm(config, algorithm, ready.users, ready.fallback, evaluator, options)
+        options = RunOptions(layout=jax_layout, callbacks=[RecordCallback(watch)])
+        run = train_algorithm(ready, algorithm, evaluator, options)
         if run.interrupted:
             raise KeyboardInterrupt
         self._finished += 1

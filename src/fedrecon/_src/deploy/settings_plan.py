@@ -29,7 +29,7 @@ from fedrecon._src.recommend.protection import Population, fixed_scales, is_reci
 from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
 from fedrecon._src.recommend.saved_models import SavedModel
-from fedrecon._src.recommend.stopping import Watch, why_failed
+from fedrecon._src.recommend.stopping import warn_of_divergence, why_failed
 from fedrecon._src.recommend.task import split_users
 from fedrecon._src.recommend.tasks import Task, Users, build_algorithm, task_of
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
@@ -116,7 +116,7 @@ class SettingsPlan(Plan):
 
     def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record."""
-        return Watch(self.config, self.task, say)
+        return warn_of_divergence(self.config, self.task, say)
 
     def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
         """Say why a run has failed."""

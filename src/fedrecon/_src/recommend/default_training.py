@@ -41,7 +41,6 @@ class RunOptions:
       folder: where to write metrics and checkpoints.
       layout: on which JAX devices and in what blocks clients run.
       ledger: the privacy already spent on the clients.
-      evaluate_every: how often validation clients are evaluated, if not as the settings say.
       callbacks: called after every round and evaluation, and at the end.
       progress: a progress display.
     """
@@ -49,41 +48,28 @@ class RunOptions:
     folder: RunFolder | None = None
     layout: Layout | None = None
     ledger: Ledger | None = None
-    evaluate_every: int | None = None
     callbacks: Sequence[Callback] = ()
     progress: Progress = silent
 
 
-DEFAULT_OPTIONS = RunOptions()
-
-
-def train_algorithm(
-    config: Config,
-    algorithm: Algorithm,
-    users: Users,
-    fallback: Any = None,
-    evaluator: Evaluator | None = None,
-    options: RunOptions = DEFAULT_OPTIONS,
-) -> Run:
+def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | None, options: RunOptions) -> Run:
     """Train the algorithm of a configuration: rounds, sampling and early stopping are those of the settings.
 
     Args:
-      config: the settings.
+      ready: the settings, who trains and who validates.
       algorithm: as `build_algorithm` returns it.
-      users: who trains and who validates.
-      fallback: global parameters of something simple that validation clients may prefer.
-      evaluator: of the validation clients.
+      evaluator: of the validation clients; None if there are none.
       options: how it is run.
     """
-    every = config.evaluate_every if options.evaluate_every is None else options.evaluate_every
+    config, users = ready.config, ready.users
     evaluate = evaluate_by_divisions(evaluator, config, users)
-    early_stopping = early_stopping_of(config, users, task_of(config).score, fallback)
+    early_stopping = early_stopping_of(config, users, task_of(config).score, ready.fallback)
     return run_rounds(
         algorithm,
         users.train,
         rounds=rounds_of(config, users),
         clients_per_round=config.sampling,
-        valid=None if evaluate is None else Validation(evaluate, every, early_stopping),
+        valid=None if evaluate is None else Validation(evaluate, config.evaluate_every, early_stopping),
         seed=config.seed,
         ledger=options.ledger,
         folder=options.folder,
@@ -136,7 +122,7 @@ def _train(
     layout = build_layout(ready.config, ready.model)
     evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)
     how = RunOptions(layout=layout, callbacks=options.get("callbacks", ()), progress=progress)
-    run = train_algorithm(ready.config, algorithm, ready.users, ready.fallback, evaluator, how)
+    run = train_algorithm(ready, algorithm, evaluator, how)
     run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, algorithm, run.params))
     failed = why_failed(run.history, task)
     if failed is not None:

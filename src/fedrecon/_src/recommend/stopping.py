@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from fedrecon._src.recommend.settings import relaxed_rounds
 from fedrecon._src.recommend.task import Task, Users
 from fedrecon._src.simulation.divergence import find_divergence, find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, summarize
-from fedrecon._src.simulation.training import EarlyStopping, Score
+from fedrecon._src.simulation.training import EarlyStopping, Evaluate, Score
 
 GUARDS = {"learned_from": "clients", "clipped": "clipped", "too_long": "zeroed", "not_finite": "non_finite"}
 JUDGES = 10  # validation or test clients; the loss of fewer is mostly chance
@@ -23,32 +22,11 @@ VERDICTS = 600  # pairs of support and query that a loss should be of, though a 
 MOST_DIVISIONS = 8  # of one client: more of them are too much alike to tell anything new
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class DivisionsEvaluator:
-    """Evaluates clients by several divisions into support and query, for a loss that depends less on chance.
-
-    Attributes:
-      evaluators: of the same clients in the same order, with examples in another order each.
-    """
-
-    evaluators: tuple[Evaluator, ...]
-
-    def __call__(self, params: Any, kept: Any = ()) -> Evaluation:
-        """Evaluate global parameters; a client's metrics are over the query examples of all divisions.
-
-        Args:
-          params: global parameters.
-          kept: the clients' state after training; empty, as held-out clients have none.
-        """
-        first = self.evaluators[0]
-        total = np.sum([evaluator.sums(params, kept) for evaluator in self.evaluators], axis=0)
-        return summarize(first.algorithm.model, first.protocol, total)
-
-
-def evaluate_by_divisions(
-    evaluator: Evaluator | None, config: Config, users: Users
-) -> Evaluator | DivisionsEvaluator | None:
+def evaluate_by_divisions(evaluator: Evaluator | None, config: Config, users: Users) -> Evaluate | None:
     """Return the evaluator of validation clients: one support/query division if there are many clients, else several.
+
+    With several, a client's metrics are over the query examples of all of them, so that the loss depends less on
+    chance.
 
     Args:
       evaluator: of the validation clients by one division; None if there are none.
@@ -57,8 +35,13 @@ def evaluate_by_divisions(
     """
     if evaluator is None or (times := divisions_of(config, users)) == 1:
         return evaluator
-    shuffled = [evaluator.on(users.valid.shuffle(number)) for number in range(1, times)]
-    return DivisionsEvaluator((evaluator, *shuffled))
+    evaluators = [evaluator, *(evaluator.on(users.valid.shuffle(number)) for number in range(1, times))]
+
+    def evaluate(params: Any, client_state: Any = ()) -> Evaluation:
+        total = np.sum([division.sums(params, client_state) for division in evaluators], axis=0)
+        return summarize(evaluator.algorithm.model, evaluator.protocol, total)
+
+    return evaluate
 
 
 def divisions_of(config: Config, users: Users) -> int:
@@ -80,18 +63,16 @@ def judges_of(users: Users) -> int:
 
 def early_stopping_of(config: Config, users: Users, score: Score, fallback: Any) -> EarlyStopping | None:
     """Return when training stops early; None if it runs all rounds."""
-    patience = patience_of(config, users)
-    return None if patience is None else EarlyStopping(patience, judgements_of(config), score, fallback)
+    if (patience := patience_of(config, users)) is None:
+        return None
+    # The evaluations that count: after the last round of the settings, and of each relaxation.
+    rounds = range(config.rounds, config.most_rounds + 1, max(1, relaxed_rounds(config.rounds, 1)))
+    return EarlyStopping(patience, rounds, score, fallback)
 
 
 def rounds_of(config: Config, users: Users) -> int:
     """Return the largest number of rounds; relaxations of the prior need enough validation clients."""
     return config.rounds if patience_of(config, users) is None else config.most_rounds
-
-
-def judgements_of(config: Config) -> range:
-    """Return the rounds whose evaluations count for early stopping: the last of the settings and of each relaxation."""
-    return range(config.rounds, config.most_rounds + 1, max(1, relaxed_rounds(config.rounds, 1)))
 
 
 def say_rounds(config: Config, users: Users, people: str = "users") -> str:
@@ -162,43 +143,41 @@ def say_kept(config: Config, best: int, people: str) -> str:
 # ---- whether it went well ----
 
 
-class Watch:
-    """Watches the records of a run, and warns at the first sign of divergence with advice."""
+def warn_of_divergence(
+    config: Config, task: Task[Any, Any, Any], say: Callable[[str], None], counts: bool = False
+) -> Callable[[Mapping[str, Any]], None]:
+    """Return a function of the records of a run that warns at the first sign of each kind of divergence, with advice.
 
-    def __init__(self, config: Config, task: Task[Any, Any, Any], say: Callable[[str], None], counts: bool = False):
-        """Say warnings with `say`, each kind once; `counts` is whether the ratings look like counts."""
-        self._config, self._task, self._say, self._counts = config, task, say, counts
-        self._said: set[str] = set()
+    Args:
+      config: the settings.
+      task: what is trained.
+      say: called with warnings.
+      counts: whether the ratings look like counts.
+    """
+    warned, advice = set(), remedy(config, counts)
 
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        """Look at a record."""
+    def watch(record: Mapping[str, Any]) -> None:
         problem = find_divergence(record)
-        if problem is None or problem.kind in self._said:
+        if problem is None or problem.kind in warned:
             return
-        self._said.add(problem.kind)
-        task, of, advice = self._task, f"{problem.count} of {problem.total}", remedy(self._config, self._counts)
+        warned.add(problem.kind)
+        of = f"{problem.count} of {problem.total}"
         texts = {
             "diverged": f"{of} validation {task.people} diverged, excluded from the means. {advice}",
             "unmeasured": f"no validation {task.people} have enough {task.examples}",
             "non_finite": f"{of} updates are not finite and were left out. {advice}",
         }
-        if problem.kind not in texts:
-            texts[problem.kind] = f"nothing was learned: {why_skipped(record, self._config, task, self._counts)}"
-        self._say(f"warning: round {record['round']}: {texts[problem.kind]}")
+        text = texts.get(problem.kind) or f"nothing was learned: {_why_skipped(record, config, task, advice)}"
+        say(f"warning: round {record['round']}: {text}")
+
+    return watch
 
 
-def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, Any], counts: bool = False) -> str:
-    """Say why a round had no update to learn from, and what to do about it.
-
-    Args:
-      record: of the round.
-      config: the settings.
-      task: what is trained.
-      counts: whether the ratings look like counts.
-    """
+def _why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, Any], advice: str) -> str:
+    """Say why a round had no update to learn from, and what to do about it."""
     sampling = config.sampling
     if sampling.poisson and "invited" not in record:
-        return f"the mean of the updates is not finite, or nobody took part. {remedy(config, counts)}"
+        return f"the mean of the updates is not finite, or nobody took part. {advice}"
     invited, few, dropped = (record[name] for name in ("invited", "too_small", "dropped"))
     if few == invited:
         return f"all {invited} invited {task.people} have fewer than --sampling.min-examples {sampling.min_examples}"
@@ -207,7 +186,7 @@ def why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any, 
     if record.get("zeroed"):
         return f"all updates are longer than --aggregate.zero-norm {config.aggregate.zero_norm}"
     if record.get("clients"):
-        return f"the mean of the updates is not finite. {remedy(config, counts)}"
+        return f"the mean of the updates is not finite. {advice}"
     return f"the {task.people} who answered have too few {task.examples} for both support and query"
 
 
