@@ -21,7 +21,15 @@ from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.ledger import spending
-from fedrecon._src.recommend.config import Config, ConfigError, check_config, config_from_json, differences, to_json
+from fedrecon._src.recommend.config import (
+    Config,
+    ConfigError,
+    by_path,
+    check_config,
+    config_from_json,
+    differences,
+    to_json,
+)
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import (
     measure_baselines,
@@ -413,12 +421,8 @@ def _versions() -> dict[str, str]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return all settings by name, except where the data is, which may differ between hosts."""
-    settings = to_json(config)
-    groups = {name: group for name, group in settings.items() if isinstance(group, dict)}
-    inside = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
-    alone = {name: value for name, value in settings.items() if name not in groups}
-    return {name: value for name, value in (alone | inside).items() if name != "data.source"}
+    """Return all settings by path, except where the data is, which may differ between hosts."""
+    return {path: value for path, value in by_path(to_json(config)).items() if path != "data.source"}
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:

@@ -50,6 +50,7 @@ class Sampling:
         """Check the settings."""
         for name in ("clients_per_round", "oversample", "least", "apart"):
             check_number(name, getattr(self, name), least=1)
+        check_number("min_examples", self.min_examples)
         check_number("drop_out", self.drop_out, most=1, below=True)
         if self.poisson and (self.apart is not None or self.oversample != 1):
             raise ValueError(

@@ -187,7 +187,7 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     # Who takes part is up to nodes and server, and all rounds are trained.
     config = dataclasses.replace(config, data=_without_places(config.data), sampling=Sampling(), patience=None)
     config, protected = task_of(config).pin(config, legend), config.privacy.on
-    fewest, largest = config.data.plan_bounds
+    fewest, largest = (getattr(config.data, name) for name in config.data.bounds)
     if (problem := _problem(config, {name: getattr(Plan, name) for name in OPTIONS} | options)) is not None:
         raise PlanError(problem)
     try:
@@ -217,7 +217,7 @@ def _problem(config: Config, options: Mapping[str, Any]) -> str | None:
     privacy = config.privacy
     if config.aggregate.secure:
         return "--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more"
-    if config.data.plan_bounds[1] is None:
+    if getattr(config.data, config.data.bounds[1]) is None:
         return "give --data.max-examples: a plan limits examples per user, so that all nodes run one program"
     if privacy.correlated is not None or (privacy.clip_quantile is not None and options["secure"]):
         return "nodes add independent noise for one clipping norm: leave out correlated and clip_quantile"

@@ -132,12 +132,12 @@ class Config:
     @property
     def relaxations(self) -> int:
         """How often the prior may be relaxed after the rounds."""
-        return 0
+        return getattr(self.model, "relax", 0)
 
     @property
     def falls_back_on_popularity(self) -> bool:
         """Whether the model before the first round is popularity, which a private run must not know."""
-        return False
+        return self.task == "clicks" and not self.privacy.on
 
     @property
     def remedy(self) -> str:
@@ -148,7 +148,7 @@ class Config:
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""
-        shares, sampling = self.data.fractions, self.sampling
+        shares, norms = self.data.fractions, self.aggregate
         proper = shares[0] > 0 and abs(sum(shares) - 1) <= 1e-6
         yield Rule(not proper, "data.fractions", "must sum to 1, and the training share must be above 0")
         for name in ("train", "evaluate"):
@@ -157,31 +157,26 @@ class Config:
         shuffles = self.split.train.startswith("redrawn-") and self.split.by_time
         yield Rule(shuffles, "split.train", "cannot be combined with `split.by_time`, since it shuffles")
         yield Rule(self.split.evaluate == "none", "split.evaluate", "must leave query examples, such as half")
-        yield Rule((sampling.clients_per_round or 1) > MOST, "sampling.clients_per_round", f"must be at most {MOST}")
-        yield Rule(sampling.least > MOST, "sampling.least", f"must be at most {MOST}")
-        yield Rule(sampling.oversample > 1000, "sampling.oversample", "must be at most 1000")
-        few = 0 <= sampling.min_examples <= MOST_ROUNDS
-        yield Rule(not few, "sampling.min_examples", f"must be from 0 to {MOST_ROUNDS}")
-        yield from self._rules_of_norms()
-        yield from self._rules_of_privacy()
-
-    def _rules_of_norms(self) -> Iterator[Rule]:
-        norms = self.aggregate
-        follows = norms.clip_quantile not in (None, "auto") and (norms.clip_norm is not None or norms.secure)
-        yield Rule(
-            follows, "aggregate.clip_quantile", "cannot be combined with `aggregate.clip_norm` or `aggregate.secure`"
-        )
+        most = {"clients_per_round": MOST, "least": MOST, "oversample": 1000, "min_examples": MOST_ROUNDS}
+        for name, limit in most.items():
+            value = getattr(self.sampling, name)
+            yield Rule(value is not None and value > limit, f"sampling.{name}", f"must be at most {limit}")
+        tokens = norms.weigh == "tokens" and self.task != "text"
+        yield Rule(tokens, "aggregate.weigh", f"must be examples, sqrt-examples or uniform for {self.task}")
+        follows, fixed = norms.clip_quantile not in (None, "auto"), norms.clip_norm is not None or norms.secure
+        both = "cannot be combined with `aggregate.clip_norm` or `aggregate.secure`"
+        yield Rule(follows and fixed, "aggregate.clip_quantile", both)
         unbounded = norms.secure and norms.clip_norm is None and not self.privacy.on
         yield Rule(unbounded, "aggregate.secure", "needs `aggregate.clip_norm`: sums of integers must not overflow")
+        yield from self._rules_of_privacy()
 
     def _rules_of_privacy(self) -> Iterator[Rule]:
         privacy, norms = self.privacy, self.aggregate
         low, high = privacy.rating_range or (0, 1)
         yield Rule(not low < high, "privacy.rating_range", "must be the lowest and the highest rating, such as 1 5")
-        switches = ("epsilon", "noise_multiplier")
-        extras = [f.name for f in dataclasses.fields(privacy) if f.name not in switches and getattr(privacy, f.name)]
-        for name in extras:
-            yield Rule(not privacy.on, f"privacy.{name}", "needs `privacy.epsilon` or `privacy.noise_multiplier`")
+        for name, value in vars(privacy).items():
+            idle = bool(value) and not privacy.on
+            yield Rule(idle, f"privacy.{name}", "needs `privacy.epsilon` or `privacy.noise_multiplier`")
         both = privacy.correlated is not None and privacy.clip_quantile is not None
         yield Rule(both, "privacy.correlated", "cannot be combined with `privacy.clip_quantile`: it needs one norm")
         drawn = privacy.correlated is not None and (norms.secure or self.sampling.poisson)
@@ -189,11 +184,8 @@ class Config:
         follows = privacy.clip_quantile is not None and norms.secure
         yield Rule(follows, "privacy.clip_quantile", "cannot be combined with `aggregate.secure`: it needs one norm")
         unbounded = privacy.on and privacy.clip_norm is None and not getattr(self.model, "round_zero", False)
-        yield Rule(
-            unbounded,
-            "privacy.clip_norm",
-            "must be given: the median norm of updates is a good start, and `privacy.clip_quantile` 0.5 follows it",
-        )
+        advice = "the median norm of updates is a good start, and `privacy.clip_quantile` 0.5 follows it"
+        yield Rule(unbounded, "privacy.clip_norm", f"must be given: {advice}")
         for name in ("clip_norm", "clip_quantile", "zero_norm"):
             set_twice = privacy.on and getattr(norms, name) not in (None, "auto")
             yield Rule(set_twice, f"aggregate.{name}", "cannot be combined with privacy; use `privacy.clip_norm`")
@@ -211,11 +203,6 @@ class RatingsConfig(Config):
     model: Factorization = field(default_factory=Factorization)
 
     @property
-    def relaxations(self) -> int:
-        """How often the prior may be relaxed after the rounds."""
-        return self.model.relax
-
-    @property
     def remedy(self) -> str:
         """What to change if numbers run away."""
         if self.reconstruct.solver == "gradient-descent":
@@ -229,11 +216,6 @@ class RatingsConfig(Config):
         """Yield the rules for settings that must fit together."""
         yield from super().rules()
         model, scale = self.model, self.model.scale
-        yield Rule(
-            self.aggregate.weigh == "tokens",
-            "aggregate.weigh",
-            "must be examples, sqrt-examples or uniform for ratings",
-        )
         yield Rule(model.round_zero and not model.biases, "model.round_zero", "needs `model.biases`")
         yield Rule(model.item_traits and not model.round_zero, "model.item_traits", "needs `model.round_zero`")
         if scale is not None:
@@ -250,8 +232,6 @@ class ClicksConfig(Config):
     data: ClickData = field(default_factory=ClickData)
     model: Ranking = field(default_factory=Ranking)
     split: SplitSettings = field(default_factory=lambda: SplitSettings(train="redrawn-half", evaluate="0.8"))
-    reconstruct: Reconstruct = field(default_factory=Reconstruct)
-    update: Update = field(default_factory=Update)
     server: Server = field(
         default_factory=lambda: Server(optimizer="adam", learning_rate=0.01, decay="linear", decay_rounds="all")
     )
@@ -262,11 +242,6 @@ class ClicksConfig(Config):
     patience: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = 1
 
     usual_block: ClassVar[int | None] = 16  # clients share the Gram matrix, but each has a gradient of it
-
-    @property
-    def falls_back_on_popularity(self) -> bool:
-        """Whether the model before the first round is popularity, which a private run must not know."""
-        return not self.privacy.on
 
     @property
     def remedy(self) -> str:
@@ -280,9 +255,6 @@ class ClicksConfig(Config):
         solved = "cannot be set for clicks, which are solved over all items at once"
         yield Rule(self.reconstruct != Reconstruct(), "reconstruct", solved)
         yield Rule(self.update != Update(), "update", solved)
-        yield Rule(
-            self.aggregate.weigh == "tokens", "aggregate.weigh", "must be examples, sqrt-examples or uniform for clicks"
-        )
         yield Rule(self.split.train == "none", "split.train", "must hide items, as redrawn-half does")
 
 
@@ -441,18 +413,20 @@ def changed(settings: Any, kind: type) -> list[str]:
     return [f.name for f in fields if getattr(settings, f.name) != f.default]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], within: str = "") -> dict[str, tuple[Any, Any]]:
+def by_path(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return settings as JSON by their paths, such as `model.dim`."""
+    settings = {}
+    for name, value in config.items():
+        path = f"{within}{name}"
+        settings |= by_path(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return settings
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two configs as JSON, except those that cannot change the parameters."""
-    paths: dict[str, tuple[Any, Any]] = {}
-    for name in dict.fromkeys([*old, *new]):
-        if not within and name in HARMLESS:
-            continue
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            paths |= differences(before, after, f"{within}{name}.")
-        elif before != after:
-            paths[f"{within}{name}"] = before, after
-    return paths
+    before, after = by_path(old), by_path(new)
+    pairs = {path: (before.get(path), after.get(path)) for path in before | after if path not in HARMLESS}
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 
 # ---- presets: whole settings by name, for options and config files to build on ----

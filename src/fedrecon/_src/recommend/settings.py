@@ -213,11 +213,7 @@ class Source:
     split_seed: Seed = 0
 
     caps_everyone: ClassVar[bool] = True  # whether `max_examples` limits all clients, or only those that train
-
-    @property
-    def plan_bounds(self) -> tuple[int, int | None]:
-        """In a plan: how few examples a client may have, and how many are used at most."""
-        return 1, None
+    bounds: ClassVar[tuple[str, str]]  # how few examples a client may have, and how many are used at most: settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,10 +287,7 @@ class Data(Source, Reading):
     transform: Literal["none", "log1p", "auto"] = "none"
     shuffle_seed: Seed | None = 0
 
-    @property
-    def plan_bounds(self) -> tuple[int, int | None]:
-        """In a plan: how few ratings a user may have, and how many are used at most."""
-        return self.min_ratings, self.max_examples
+    bounds = ("min_ratings", "max_examples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,10 +335,7 @@ class TextData(Source):
     word_count: str | None = None
     unpack: bool = False
 
-    @property
-    def plan_bounds(self) -> tuple[int, int | None]:
-        """In a plan: how few sentences a client may have, and how many are used at most."""
-        return self.min_sentences, self.max_sentences
+    bounds = ("min_sentences", "max_sentences")
 
 
 # ---- models ----
