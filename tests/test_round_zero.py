@@ -16,8 +16,6 @@ from fedrecon._src.recommend.estimate import MAX_SKEWNESS
 from fedrecon._src.recommend.estimators import skewness
 from fedrecon._src.recommend.round_zero import (
     RoundZero,
-    add_discrete_noise,
-    add_gaussian_noise,
     estimate_ratings,
     run_round_zero,
 )
@@ -318,9 +316,9 @@ def test_one_stranger_makes_neither_counts_of_ratings_nor_ratings_of_counts():
 # ---- with noise ----
 
 
-def noised(clients, noise_multiplier=ALMOST_NOTHING, add=None, num_items=ITEMS, **options):
+def noised(clients, noise_multiplier=ALMOST_NOTHING, secure=False, num_items=ITEMS, **options):
     zero = RoundZero(num_items=num_items, noise_multiplier=noise_multiplier, clients=len(clients), **options)
-    return run_round_zero(zero, clients, add or add_gaussian_noise(np.random.default_rng(0)))
+    return run_round_zero(zero, clients, np.random.default_rng(0), secure=secure)
 
 
 BOUNDED = RoundZero(num_items=ITEMS, noise_multiplier=ALMOST_NOTHING, clients=200)
@@ -371,7 +369,7 @@ def test_sums_of_integers_find_the_same():
     clients = generated(users=100)
     options = {"noise_multiplier": 0.05, "scale": (0.0, 6.0)}
     one = noised(clients, **options)
-    two = noised(clients, add=add_discrete_noise(np.random.default_rng(0)), **options)
+    two = noised(clients, secure=True, **options)
     np.testing.assert_allclose(one.estimate.item_bias, two.estimate.item_bias, atol=0.1)
     assert {release.mechanism for release in two.releases} == {"skellam"}
     # The accountant of noise in integers is coarser, and never claims less than is spent.

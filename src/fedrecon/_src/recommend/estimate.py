@@ -286,12 +286,6 @@ def fit_user_traits(estimate: Estimate, traits: np.ndarray, residual: np.ndarray
 # are equal).
 
 
-def negative_share(total: Mapping[str, Any]) -> float:
-    """Return the share of ratings below zero, with weight 1 for every client."""
-    share = np.asarray(total["share"])
-    return float(share[: BINS.side].sum() / max(share.sum(), 1e-300))
-
-
 def find_range(total: Mapping[str, Any], logarithm: bool) -> RatingRange:
     """Return the range of the ratings that are not outliers.
 

@@ -28,7 +28,6 @@ from fedrecon._src.recommend.estimate import (
     State,
     Transform,
     find_range,
-    negative_share,
     transform_ratings,
 )
 
@@ -73,7 +72,8 @@ def advance(state: State, total: Any, noise: float, transform: Transform | None,
 
 
 def _estimate_moments(state: State, total: Mapping[str, np.ndarray], transform: Transform | None) -> State:
-    mostly_positive = negative_share(total) <= MAX_NEGATIVE_SHARE
+    share = total["share"]  # of ratings by bin, with weight 1 for every client
+    mostly_positive = share[: BINS.side].sum() / max(share.sum(), 1e-300) <= MAX_NEGATIVE_SHARE
     if transform == "log1p" and not mostly_positive:
         negative = int(total["count"][: BINS.side].sum())
         raise ValueError(f"`transform` 'log1p' needs ratings of at least 0, but {negative} are negative")

@@ -22,13 +22,7 @@ from fedrecon._src.models import implicit_feedback, learned_default, matrix_fact
 from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
 from fedrecon._src.recommend.estimate import Estimate, Transform
 from fedrecon._src.recommend.protection import Population, round_zero_noise
-from fedrecon._src.recommend.round_zero import (
-    Answers,
-    RoundZero,
-    add_discrete_noise,
-    add_gaussian_noise,
-    run_round_zero,
-)
+from fedrecon._src.recommend.round_zero import Answers, RoundZero, run_round_zero
 from fedrecon._src.recommend.settings import FOUND, relaxed_rounds
 from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import Ready, Users
@@ -306,10 +300,10 @@ def _estimate(config: RatingsConfig, clients: Clients, num_items: int, populatio
     actual = Population(len(clients), config.sampling.cohort_size(len(clients)))
     target = population or actual
     rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
-    add = add_discrete_noise(rng) if config.aggregate.secure else add_gaussian_noise(rng)
     noise = round_zero_noise(config, target)
     round_zero = round_zero_of(config, num_items, noise_multiplier=noise, clients=len(clients))
-    return run_round_zero(round_zero, clients, add, actual.clients / target.clients)
+    noise_scale = actual.clients / target.clients
+    return run_round_zero(round_zero, clients, rng, secure=config.aggregate.secure, noise_scale=noise_scale)
 
 
 def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estimate) -> list[str]:

@@ -12,9 +12,9 @@ totals are noised; what is asked for differs a little, what is estimated (`estim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,6 @@ ANSWER = "answer"  # the only array of an answer
 # How the budget of noise is divided: shares of the sum of 1 / noise^2.
 SHARES: dict[Question, float] = {"range": 0.02, "scale": 0.05, "first biases": 0.4, "biases": 0.48, "traits": 0.05}
 POSITIVE = ("deviation", "noise", "item_variance", "user_variance", "item_bias_ridge", "user_bias_ridge")
-
-Add = Callable[[Entries, int, float], tuple[np.ndarray, Release]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +86,8 @@ class RoundZero:
     hosts: int = 0
     scale: tuple[float, float] | None = None
 
+    description: ClassVar[str] = "sums of ratings (counts, means, item biases)"  # what clients send
+
     def __post_init__(self) -> None:
         """Check the arguments."""
         check_number("num_items", self.num_items, least=1)
@@ -118,11 +118,6 @@ class RoundZero:
         questions += ["biases"] * (biases - 1)
         questions += ["traits"] * traits
         return tuple(questions)
-
-    @property
-    def description(self) -> str:
-        """What clients send, in words."""
-        return "sums of ratings (counts, means, item biases)"
 
     @property
     def numbers_per_item(self) -> int:
@@ -207,7 +202,7 @@ class RoundZero:
 
     def to_bytes(self, state: State) -> bytes:
         """Write a state for clients; before the first question, there is nothing to tell them."""
-        return to_bytes(_to_tree(state)) if state.answered else b""
+        return to_bytes(self.to_tree(state)) if state.answered else b""
 
     def from_bytes(self, data: bytes) -> State:
         """Read a state from bytes that may be anything.
@@ -216,9 +211,48 @@ class RoundZero:
           StateError, WireError: they are no state of this round zero.
         """
         start = self.start()
-        if not data:
-            return start
-        return _from_tree(from_bytes(data, _to_tree(start)), start)
+        return self.from_tree(from_bytes(data, self.to_tree(start)), start) if data else start
+
+    def to_tree(self, state: State) -> dict[str, np.ndarray]:
+        """Return a state as named arrays."""
+        values = {**state.estimate._asdict(), "answered": state.answered, "inliers": state.inliers}
+        values["transform"] = TRANSFORMS.index(state.estimate.transform)
+        if state.bounds is not None:
+            values |= {f"bounds_{name}": value for name, value in state.bounds._asdict().items()}
+        tree = {name: np.asarray(value, np.float64) for name, value in values.items()}
+        for name in ("low", "high"):  # not known before the scale is, and no answer depends on them
+            tree[name] = np.where(np.isfinite(tree[name]), tree[name], 0.0)
+        return tree
+
+    def from_tree(self, tree: Mapping[str, np.ndarray], start: State) -> State:
+        """Undo `to_tree`, for arrays that have its shapes."""
+        _check_fields({name: np.isfinite(leaf).all() for name, leaf in tree.items()})
+        numbers: dict[str, Any] = {name: leaf if leaf.ndim else float(leaf) for name, leaf in tree.items()}
+        answered, first, last, outliers = map(int, (tree["answered"], *tree["inliers"], tree["outliers"]))
+        checks = {
+            "answered": 0 < answered <= len(start.questions),
+            "inliers": 0 <= first <= last < BINS.count,
+            "transform": numbers["transform"] in (0.0, 1.0),
+            "outliers": outliers >= 0,
+            "item_count": (tree["item_count"] >= 0).all(),
+            "trait_variance": (tree["trait_variance"] > 0).all(),
+            "high": tree["low"] <= tree["high"],
+            **{name: tree[name] > 0 for name in POSITIVE},
+        }
+        bounds = None
+        if start.bounds is not None:
+            bounds = Bounds(*(numbers[f"bounds_{name}"] for name in Bounds._fields))
+            checks |= {
+                "bounds_size": bounds.size > 0,
+                "bounds_high": bounds.low < bounds.high,
+                "bounds_deviation": bounds.deviation >= 0,
+                "bounds_variance": (bounds.variance >= 0).all(),
+                "bounds_clients": bounds.clients >= 1,
+            }
+        _check_fields(checks)
+        numbers |= {"transform": TRANSFORMS[int(tree["transform"])], "outliers": outliers}
+        estimate = Estimate(*(numbers[name] for name in Estimate._fields))
+        return State(start.questions, answered, estimate, RatingRange(first, last), bounds)
 
     def read_result(self, data: bytes) -> Result:
         """Read the last state, when all questions were answered.
@@ -273,54 +307,9 @@ def _check_rows(item: Any, rating: Any, owner: Any) -> tuple[np.ndarray, np.ndar
     return item, rating, np.zeros(len(item), np.int64) if owner is None else np.asarray(owner)
 
 
-def _to_tree(state: State) -> dict[str, np.ndarray]:
-    values: dict[str, Any] = state.estimate._asdict()
-    values |= {
-        "answered": state.answered,
-        "inliers": state.inliers,
-        "transform": TRANSFORMS.index(state.estimate.transform),
-    }
-    if state.bounds is not None:
-        values |= {f"bounds_{name}": value for name, value in state.bounds._asdict().items()}
-    tree = {name: np.asarray(value, np.float64) for name, value in values.items()}
-    for name in ("low", "high"):  # not known before the scale is, and no answer depends on them
-        tree[name] = np.where(np.isfinite(tree[name]), tree[name], 0.0)
-    return tree
-
-
-def _from_tree(tree: Mapping[str, np.ndarray], start: State) -> State:
-    """Undo `_to_tree`, for arrays that have its shapes."""
-    _check_fields({name: np.isfinite(leaf).all() for name, leaf in tree.items()})
-    answered, first, last, outliers = map(int, (tree["answered"], *tree["inliers"], tree["outliers"]))
-    checks = {
-        "answered": 0 < answered <= len(start.questions),
-        "inliers": 0 <= first <= last < BINS.count,
-        "transform": float(tree["transform"]) in (0.0, 1.0),
-        "outliers": outliers >= 0,
-        "item_count": (tree["item_count"] >= 0).all(),
-        "trait_variance": (tree["trait_variance"] > 0).all(),
-        "high": tree["low"] <= tree["high"],
-        **{name: tree[name] > 0 for name in POSITIVE},
-    }
-    bounds = None
-    if start.bounds is not None:
-        bounds = Bounds(**{name: _number(tree[f"bounds_{name}"]) for name in Bounds._fields})
-        checks |= {"bounds_size": bounds.size > 0, "bounds_high": bounds.low < bounds.high}
-        checks |= {"bounds_deviation": bounds.deviation >= 0, "bounds_variance": (bounds.variance >= 0).all()}
-        checks |= {"bounds_clients": bounds.clients >= 1}
-    _check_fields(checks)
-    values = {name: _number(tree[name]) for name in Estimate._fields}
-    estimate = Estimate(**values | {"transform": TRANSFORMS[int(tree["transform"])], "outliers": outliers})
-    return State(start.questions, answered, estimate, RatingRange(first, last), bounds)
-
-
 def _check_fields(checks: Mapping[str, Any]) -> None:
     rules = {f"the state of round zero has an invalid `{name}`": holds for name, holds in checks.items()}
     check_rules(rules, StateError)
-
-
-def _number(array: np.ndarray) -> Any:
-    return array if array.ndim else float(array)
 
 
 # ---- all clients in one process ----
@@ -347,30 +336,6 @@ def estimate_ratings(clients: Clients, num_items: int, **options: Any) -> Estima
     return run_round_zero(RoundZero(num_items=num_items, **options), clients).estimate
 
 
-def add_gaussian_noise(rng: np.random.Generator) -> Add:
-    """Return how a server that sees the sums noises them: `(answers, clients, noise multiplier) -> sum, release`."""
-
-    def add(entries: Entries, clients: int, noise: float) -> tuple[np.ndarray, Release]:
-        del clients
-        return entries.total() + rng.normal(0.0, noise, entries.length), Release(noise, 1.0, 1)
-
-    return add
-
-
-def add_discrete_noise(rng: np.random.Generator) -> Add:
-    """Return how integer sums are made with the clients' own discrete noise, as in a secure sum.
-
-    Args:
-      rng: of all clients' noise; a deployment draws each client's from the system's entropy.
-    """
-
-    def add(entries: Entries, clients: int, noise: float) -> tuple[np.ndarray, Release]:
-        share = share_of_noise(1.0, entries.length, noise, clients=clients, least=clients, bits=64)
-        return restore(share.grid, entries.integer_total(share.grid) + draw(share, rng, clients)), share.release(1.0)
-
-    return add
-
-
 class Answers(NamedTuple):
     """What all clients' answers amount to.
 
@@ -386,25 +351,35 @@ class Answers(NamedTuple):
 
 
 def run_round_zero(
-    round_zero: RoundZero, clients: Clients, add: Add | None = None, noise_scale: float = 1.0
+    round_zero: RoundZero,
+    clients: Clients,
+    rng: np.random.Generator | None = None,
+    *,
+    secure: bool = False,
+    noise_scale: float = 1.0,
 ) -> Answers:
     """Run round zero over all clients in this process.
 
     Args:
-      round_zero: with a noise multiplier if `add` is given.
+      round_zero: with a noise multiplier if there is to be noise.
       clients: with columns `item` and `rating`.
-      add: how answers are added up and noised: `add_gaussian_noise(...)` or `add_discrete_noise(...)`; None for exact
-        sums.
+      rng: draws the noise of the server, or of all clients; a deployment uses the system's entropy. None adds none.
+      secure: add integers with the clients' own discrete noise, as in a secure sum; else the server adds Gaussian
+        noise.
       noise_scale: multiply the noise by this; below 1 to see what a larger population would have, which protects none
         of these clients.
     """
-    rows, state, releases = _rows(clients), round_zero.start(), []
+    rows, state, releases = _rows(clients), round_zero.start(), list(round_zero.releases())
     while not state.done:
-        noise, entries = round_zero.noise_of(state), round_zero.answer_each(state, *rows)
-        if add is None:
+        noise, entries = round_zero.noise_of(state) * noise_scale, round_zero.answer_each(state, *rows)
+        if rng is None:
             total = entries.total()
+        elif not secure:
+            total = entries.total() + rng.normal(0.0, noise, entries.length)
         else:
-            total, release = add(entries, len(clients), noise * noise_scale)
-            releases.append(release._replace(noise_multiplier=noise, purpose=PURPOSE))
-        state = round_zero.advance(state, {ANSWER: total}, noise * noise_scale)
+            share = share_of_noise(1.0, entries.length, noise, clients=len(clients), least=len(clients), bits=64)
+            total = restore(share.grid, entries.integer_total(share.grid) + draw(share, rng, len(clients)))
+            release, planned = share.release(1.0), releases[state.answered]
+            releases[state.answered] = release._replace(noise_multiplier=planned.noise_multiplier, purpose=PURPOSE)
+        state = round_zero.advance(state, {ANSWER: total}, noise)
     return Answers(state.estimate, None if state.bounds is None else state.visible_counts, tuple(releases))

@@ -17,7 +17,6 @@ import scipy.sparse
 
 from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.wire import from_bytes, to_bytes
 from fedrecon._src.recommend.estimate import Estimate, Question, StateError
 from fedrecon._src.recommend.round_zero import Result, RoundZero
 
@@ -86,6 +85,8 @@ class SpectralStart(RoundZero):
     dim: int
     seed: int = 0
 
+    description = "sums over users by item (counts, and the products of a spectral start)"
+
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
@@ -97,11 +98,6 @@ class SpectralStart(RoundZero):
         """All questions, in order."""
         products: list[Question] = ["product"] * PASSES
         return ("counts", *products)
-
-    @property
-    def description(self) -> str:
-        """What clients send, in words."""
-        return "sums over users by item (counts, and the products of a spectral start)"
 
     @property
     def numbers_per_item(self) -> int:
@@ -159,20 +155,12 @@ class SpectralStart(RoundZero):
             answered=state.answered + 1, basis=basis.astype(np.float32), values=np.maximum(values[::-1], 0.0)
         )
 
-    def to_bytes(self, state: Any) -> bytes:
-        """Write a state for clients; before the first question, there is nothing to tell them."""
-        return to_bytes(_to_tree(state)) if state.answered else b""
+    def to_tree(self, state: Any) -> dict[str, np.ndarray]:
+        """Return a state as named arrays."""
+        return {**state._asdict(), "answered": np.asarray(state.answered, np.float64)}
 
-    def from_bytes(self, data: bytes) -> Any:
-        """Read a state from bytes that may be anything.
-
-        Raises:
-          ValueError: they are no state of this round zero.
-        """
-        start = self.start()
-        if not data:
-            return start
-        tree = from_bytes(data, _to_tree(start))
+    def from_tree(self, tree: Mapping[str, np.ndarray], start: Any) -> Any:
+        """Undo `to_tree`, for arrays that have its shapes."""
         number = int(np.nan_to_num(tree["answered"]))
         rules = {
             "the state of round zero has non-finite values": all(np.isfinite(leaf).all() for leaf in tree.values()),
@@ -181,7 +169,7 @@ class SpectralStart(RoundZero):
             ),
         }
         check_rules(rules, StateError)
-        return SpectralState(number, tree["item_count"], tree["basis"], tree["values"])
+        return start._replace(**{**tree, "answered": number})
 
     def read_result(self, data: bytes) -> ClicksResult:
         """Read the last state, when all questions were answered.
@@ -235,8 +223,3 @@ def estimate_clicks(clients: Clients, num_items: int, dim: int) -> ClicksResult:
 
 def _orthonormal(columns: np.ndarray) -> np.ndarray:
     return np.linalg.qr(columns)[0].astype(np.float32)
-
-
-def _to_tree(state: SpectralState) -> dict[str, np.ndarray]:
-    tree = state._asdict() | {"answered": np.float64(state.answered)}
-    return {name: np.asarray(value) for name, value in tree.items()}
