@@ -386,12 +386,16 @@ def _say_who_cannot_learn(config: Config, task: Task[Any, Any, Any], users: User
 
 def _promise(protection: Protection, algorithm: Algorithm, config: Config, clients: int) -> dict[str, Any] | None:
     """Say what all planned rounds will have spent; the run never spends more."""
-    facts = protection.facts()
-    if facts is None or protection.ledger is None:
+    if protection.ledger is None:
         return None
     spent = spending(algorithm, clients, config.sampling, config.rounds, protection.ledger)
     rounds = spent.allowed(config.rounds)
-    return {**facts, "planned": {"rounds": rounds, "epsilon": spent.after(rounds).epsilon}}
+    return {
+        **protection.ledger.to_dict(),
+        "noise_multiplier": protection.noise_multiplier,
+        "clip_norm": config.privacy.clip_norm,
+        "planned": {"rounds": rounds, "epsilon": spent.after(rounds).epsilon},
+    }
 
 
 def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, made_by: str) -> dict[str, Any]:

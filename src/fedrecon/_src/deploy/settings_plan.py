@@ -25,7 +25,7 @@ from fedrecon._src.deploy.plan import OPTIONS, NodeData, Plan, PlanError
 from fedrecon._src.deploy.plan_privacy import max_answers, round_zero_releases
 from fedrecon._src.privacy.accounting import Release, noise_for
 from fedrecon._src.recommend.config import Config, Reading, config_from_json, to_json
-from fedrecon._src.recommend.protection import Population, fixed_scales, is_recipe, round_zero_noise, with_rule
+from fedrecon._src.recommend.protection import Population, build_private, build_secure, round_zero_noise, with_rule
 from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
 from fedrecon._src.recommend.saved_models import SavedModel
@@ -297,20 +297,10 @@ def _noise_of_round_zero(config: Config, population: Population, zero: RoundZero
 
 def _aggregator_of(config: Config, options: Mapping[str, Any]) -> aggregators.Aggregator:
     """Return the aggregator of a plan with noise."""
-    settings, users, least = config.privacy, options["users"], options["least_nodes"]
-    assert settings.clip_norm is not None
-    assert settings.noise_multiplier is not None
-    per_round, scales = float(options["share"]) * users, fixed_scales(config)
-    weigh: aggregators.Weigh = "examples" if is_recipe(config) else "uniform"
-    if options["secure"]:
-        noise = aggregators.ClientNoise(settings.noise_multiplier, per_round, least, scales, simulated=False)
-        most = max(OVERFLOW_ROOM * users, least)
-        return aggregators.secure(settings.clip_norm, clients=most, noise=noise, weigh=weigh)
-    return aggregators.private(
-        settings.clip_norm,
-        settings.noise_multiplier,
-        per_round=per_round,
-        weigh=weigh,
-        scales=scales,
-        quantile=settings.clip_quantile,
-    )
+    noise, users, least = config.privacy.noise_multiplier, options["users"], options["least_nodes"]
+    assert noise is not None
+    per_round = float(options["share"]) * users
+    if not options["secure"]:
+        return build_private(config, noise, per_round)
+    client_noise = aggregators.ClientNoise(noise, per_round, least, simulated=False)
+    return build_secure(config, client_noise, max(OVERFLOW_ROOM * users, least))

@@ -415,7 +415,7 @@ def changed(settings: Any, kind: type) -> list[str]:
 
 def by_path(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
     """Return settings as JSON by their paths, such as `model.dim`."""
-    settings = {}
+    settings: dict[str, Any] = {}
     for name, value in config.items():
         path = f"{within}{name}"
         settings |= by_path(value, f"{path}.") if isinstance(value, Mapping) else {path: value}

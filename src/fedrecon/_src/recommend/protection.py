@@ -14,7 +14,7 @@ from fedrecon._src import server as aggregators
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
-from fedrecon._src.privacy.accounting import Release, default_delta, noise_for, sampling_rate, update_noise_for
+from fedrecon._src.privacy.accounting import Release, default_delta, epsilon_of, noise_for, sampling_rate
 from fedrecon._src.privacy.ledger import NOT_COVERED, Ledger
 from fedrecon._src.recommend.config import Config
 from fedrecon._src.recommend.recipe import build_aggregator, build_split, build_weights
@@ -37,11 +37,6 @@ class Population(NamedTuple):
     per_round: float
 
 
-def delta_of(config: Config, population: Population) -> float:
-    """Return the delta of a run's promise."""
-    return default_delta(population.clients) if config.privacy.delta is None else config.privacy.delta
-
-
 def round_zero_noise(
     config: Config, population: Population, release: Callable[[float], Release] | None = None
 ) -> float:
@@ -61,7 +56,7 @@ def round_zero_noise(
         clients=population.clients,
         per_round=population.clients,
         rounds=1,
-        delta=delta_of(config, population),
+        delta=settings.delta,
         release=release,
     )
     # With few clients, item biases need most of the budget; with many, a little makes them exact.
@@ -69,48 +64,32 @@ def round_zero_noise(
     return everything / math.sqrt(usual if settings.round_zero is None else settings.round_zero)
 
 
-def rounds_noise(
-    config: Config,
-    population: Population,
-    before: Sequence[Release] = (),
-    release: Callable[[float], Release] | None = None,
+def _rounds_noise(
+    config: Config, model: Model, actual: Population, target: Population, before: Sequence[Release]
 ) -> float:
-    """Return the noise multiplier of the rounds, with what round zero leaves of the budget.
-
-    Args:
-      config: the settings, with epsilon.
-      population: who it is computed for.
-      before: what has already been released.
-      release: what all rounds release, as a function of the noise multiplier; sampled Gaussian noise by default.
-    """
+    """Return the noise multiplier of the rounds, with what round zero leaves of the budget."""
     assert config.privacy.epsilon is not None
     if config.rounds < 1:
         raise ValueError("`rounds` must be at least 1 with a privacy budget (got 0)")
-    per_round = population.per_round if config.sampling.poisson else population.clients
+    per_round = target.per_round if config.sampling.poisson else target.clients
+    parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
 
-    def sampled(noise: float) -> Release:
-        return Release(noise, per_round / population.clients, config.rounds, apart=config.sampling.apart)
+    def release(noise: float) -> Release:
+        """Return what all rounds release."""
+        if not config.aggregate.secure:
+            return Release(noise, per_round / target.clients, config.rounds, apart=config.sampling.apart)
+        promise = _build_noisy(config, actual, noise).release
+        assert promise is not None
+        return promise(parts)._replace(rate=config.sampling.rate(actual.clients), rounds=config.rounds)
 
     return noise_for(
         config.privacy.epsilon * (1 - SLACK),
-        clients=population.clients,
+        clients=target.clients,
         per_round=per_round,
         rounds=config.rounds,
-        delta=delta_of(config, population),
+        delta=config.privacy.delta,
         before=before,
-        release=release or sampled,
-    )
-
-
-def budget_sentence(before: Sequence[Release], delta: float, budget: float | None) -> str:
-    """Say what round zero spends of the budget."""
-    from fedrecon._src.privacy.accounting import epsilon_of
-
-    alone = epsilon_of([release for release in before if release.purpose == PURPOSE], delta)
-    of = "" if budget is None else f" of {budget:g}"
-    return (
-        f"round zero asks every client {len(before)} times, with noise that alone costs epsilon {alone:.3g}{of}; "
-        "the rounds get what is left"
+        release=release,
     )
 
 
@@ -141,16 +120,6 @@ class Protection(NamedTuple):
     ledger: Ledger | None = None
     noise_multiplier: float | None = None
 
-    def facts(self) -> dict[str, Any] | None:
-        """Return what `run.json` says before the first round."""
-        if self.ledger is None:
-            return None
-        return {
-            **self.ledger.to_dict(),
-            "noise_multiplier": self.noise_multiplier,
-            "clip_norm": self.config.privacy.clip_norm,
-        }
-
 
 def protect(
     config: Config,
@@ -177,17 +146,14 @@ def protect(
     actual = Population(clients, _per_round(config, clients))
     target = population or actual
     sampling_rate(*target)
-    delta, randomness = delta_of(config, target), f"seed {config.seed}"
+    delta, randomness = config.privacy.delta or default_delta(target.clients), f"seed {config.seed}"
     ledger = Ledger(target.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
     noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or config.privacy.noise_multiplier
     if noise is None:
-        release = _release(config, model, clients, actual.per_round) if config.aggregate.secure else None
-        noise = rounds_noise(config, target, released, release)
+        noise = _rounds_noise(config, model, actual, target, released)
     config, examples = with_rule(config, clients, noise / target.per_round)
-    used = noise * actual.per_round / target.per_round
-    if config.aggregate.secure:
-        return Protection(config, _secure(config, clients, actual.per_round, used), examples, ledger, noise)
-    return Protection(config, _private(config, actual.per_round, used), examples, ledger, noise)
+    aggregator = _build_noisy(config, actual, noise * actual.per_round / target.per_round)
+    return Protection(config, aggregator, examples, ledger, noise)
 
 
 def drawn_privately(config: Config) -> Config:
@@ -250,44 +216,35 @@ def _without_noise(config: Config, model: Model, clients: int) -> aggregators.Ag
     return aggregators.secure(config.aggregate.clip_norm, clients=most, weigh=build_weights(config, model))
 
 
-def _private(config: Config, per_round: float, noise: float) -> aggregators.Aggregator:
-    settings = config.privacy
-    assert settings.clip_norm is not None
-    if settings.clip_quantile is not None:
-        update_noise_for(noise, per_round / 20)  # its error says what to do if too few clients hide a count
+def _build_noisy(config: Config, actual: Population, noise: float) -> aggregators.Aggregator:
+    """Return the aggregator of a simulation with noise: of the clients if sums are secure, else of the server."""
+    sampling, (clients, per_round) = config.sampling, actual
+    if not config.aggregate.secure:
+        return build_private(config, noise, per_round, correlated=config.privacy.correlated, rounds=config.rounds)
+    least = sampling.fewest(clients) if sampling.poisson else int(per_round)
+    return build_secure(config, aggregators.ClientNoise(noise, per_round, least), sampling.capacity(clients))
+
+
+def build_private(config: Config, noise: float, per_round: float, **correlation: Any) -> aggregators.Aggregator:
+    """Return an aggregator to which the server adds noise; `correlation` has options of `aggregators.private`."""
+    assert config.privacy.clip_norm is not None
     return aggregators.private(
-        settings.clip_norm,
+        config.privacy.clip_norm,
         noise,
         per_round=per_round,
         weigh="examples" if is_recipe(config) else "uniform",
         scales=fixed_scales(config),
-        quantile=settings.clip_quantile,
-        correlated=settings.correlated,
-        rounds=config.rounds,
+        quantile=config.privacy.clip_quantile,
+        **correlation,
     )
 
 
-def _secure(config: Config, clients: int, per_round: float, noise: float) -> aggregators.Aggregator:
-    least = config.sampling.fewest(clients) if config.sampling.poisson else int(per_round)
-    return aggregators.secure(
-        config.privacy.clip_norm or 1.0,  # while noise is computed for a norm that is not chosen yet
-        clients=config.sampling.capacity(clients),
-        noise=aggregators.ClientNoise(noise, per_round, least, fixed_scales(config)),
-        weigh="examples" if is_recipe(config) else "uniform",
-    )
-
-
-def _release(config: Config, model: Model, clients: int, per_round: float) -> Callable[[float], Release]:
-    """Return what all rounds release with noise of the clients, as a function of the noise multiplier."""
-    parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
-    rate = config.sampling.rate(clients)
-
-    def release(noise: float) -> Release:
-        promise = _secure(config, clients, per_round, noise).release
-        assert promise is not None
-        return promise(parts)._replace(rate=rate, rounds=config.rounds)
-
-    return release
+def build_secure(config: Config, noise: aggregators.ClientNoise, clients: int) -> aggregators.Aggregator:
+    """Return an aggregator of at most so many clients, who add noise themselves."""
+    clip_norm = config.privacy.clip_norm or 1.0  # while noise is computed for a norm that is not chosen yet
+    weigh: aggregators.Weigh = "examples" if is_recipe(config) else "uniform"
+    noise = noise._replace(scales=fixed_scales(config))
+    return aggregators.secure(clip_norm, clients=clients, noise=noise, weigh=weigh)
 
 
 def say_promise(protection: Protection) -> list[str]:
@@ -295,21 +252,24 @@ def say_promise(protection: Protection) -> list[str]:
     config, ledger = protection.config, protection.ledger
     if ledger is None:
         return []
-    remarks = [
-        f"privacy: noise multiplier {protection.noise_multiplier:.4g}, clipping norm {config.privacy.clip_norm:g}"
-    ]
+    remarks = [f"noise multiplier {protection.noise_multiplier:.4g}, clipping norm {config.privacy.clip_norm:g}"]
     if ledger.releases:
-        remarks.append(f"privacy: {budget_sentence(ledger.releases, ledger.delta, ledger.budget)}")
+        alone = epsilon_of([release for release in ledger.releases if release.purpose == PURPOSE], ledger.delta)
+        of = "" if ledger.budget is None else f" of {ledger.budget:g}"
+        remarks.append(
+            f"round zero asks every client {len(ledger.releases)} times, with noise that alone costs epsilon "
+            f"{alone:.3g}{of}; the rounds get what is left"
+        )
     if config.sampling.apart is not None:
         remarks.append(
-            f"privacy: clients take turns, each at most once in {config.sampling.apart} rounds; the promise holds "
-            "as long as they do, and relies on nothing else"
+            f"clients take turns, each at most once in {config.sampling.apart} rounds; the promise holds as long as "
+            "they do, and relies on nothing else"
         )
     elif config.sampling.poisson:
-        remarks.append("privacy: every client is drawn independently in every round (Poisson sampling)")
+        remarks.append("every client is drawn independently in every round (Poisson sampling)")
     else:
         remarks.append(
-            "privacy: clients are not drawn by Poisson sampling, so random sampling adds no protection; without "
+            "clients are not drawn by Poisson sampling, so random sampling adds no protection; without "
             "--sampling.oversample the same noise promises far more"
         )
-    return [*remarks, f"privacy: {NOT_COVERED}"]
+    return [f"privacy: {remark}" for remark in (*remarks, NOT_COVERED)]

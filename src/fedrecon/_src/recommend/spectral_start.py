@@ -179,7 +179,7 @@ class SpectralStart(RoundZero):
         """
         return self.result(self.from_bytes(data), data)
 
-    def result(self, state: SpectralState, data: bytes | None = None) -> ClicksResult:
+    def result(self, state: Any, data: bytes | None = None) -> ClicksResult:
         """Return what the last state says.
 
         Args:
