@@ -116,6 +116,16 @@ def listed_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{what.replace('_', ' ')} ({count:,})" for what, count in counts.items() if count)
 
 
+def say_left_out(counts: Mapping[str, int]) -> str:
+    """Say what was left out of data.
+
+    Args:
+      counts: as for `listed_counts`.
+    """
+    left_out = listed_counts(counts)
+    return f"Left out: {left_out}." if left_out else "Nothing was left out."
+
+
 def readable(value: float, digits: int = 4) -> str:
     """Return a number as a person would write it: `0`, `3.3`, `0.9128`, `160`, `12,346`.
 

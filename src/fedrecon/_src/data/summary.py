@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedrecon._src.core.clients import rows_of
-from fedrecon._src.core.display import listed_counts, readable
+from fedrecon._src.core.display import readable, say_left_out
 from fedrecon._src.data.columns import describe_columns
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class Summary:
         )
         if counts and self.are_counts:
             text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
-        left_out = listed_counts(self.skipped)
-        text += f" Left out: {left_out}." if left_out else " Nothing was left out."
+        text += f" {say_left_out(self.skipped)}"
         return " ".join(filter(None, (text, describe_columns(self.recognised))))
 
 

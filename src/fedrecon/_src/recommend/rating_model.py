@@ -72,19 +72,17 @@ class Items:
 
     def __post_init__(self) -> None:
         """Check that there is a title, a count and a bias for every item, if there are any."""
-        biases = None if self.liking is None else self.liking.bias
-        counts, (low, high) = np.zeros(0) if self.counts is None else self.counts, self.scale or (0, 1)
-        columns = {"titles": self.titles, "counts": self.counts, "liking": biases}
-        got = f"(got {len(self.ids)} items, scale {self.scale})"
+        low, high = self.scale or (0, 1)
         rules = {
             "`ids` must be a list of at least one item": self.ids.ndim == 1 and len(self.ids) > 0,
-            **{
-                f"`{name}` must have one entry for each item": values is None or values.shape == self.ids.shape
-                for name, values in columns.items()
-            },
-            "`counts` must not be negative": counts.min(initial=0) >= 0,
+            "`counts` must not be negative": self.counts is None or self.counts.min(initial=0) >= 0,
             "`scale` must be finite, with the lowest rating first": -np.inf < low <= high < np.inf,
         }
+        biases = None if self.liking is None else self.liking.bias
+        columns = {"titles": self.titles, "counts": self.counts, "liking": biases}
+        for name, values in columns.items():
+            rules[f"`{name}` must have one entry for each item"] = values is None or values.shape == self.ids.shape
+        got = f"(got {len(self.ids)} items, scale {self.scale})"
         check_rules({f"{rule} {got}": holds for rule, holds in rules.items()})
 
     def __len__(self) -> int:
@@ -133,15 +131,13 @@ def accepted_ratings(config: RatingsConfig, items: Items) -> RatingLimits | None
     ends = scale_ends(config.model, items)
     if ends is None or not ends[0] < ends[1]:
         return None
-    seen, (low, high) = items.scale or ends, ends
     if config.model.scale is not None and config.model.scale.transform == "log1p":
         return RatingLimits(0.0, math.inf, 0.0, math.inf)
+    (low, high), (lowest, highest) = ends, items.scale or ends
     noised = config.privacy.on and config.privacy.rating_range is None
     room = (FAR_BESIDE if noised else BESIDE) * (high - low) * (1 + SAME)
-    least, most = low - room, high + room
-    return RatingLimits(
-        float(min(least, seen[0])), float(max(most, seen[1])), min(ends[0], seen[0]), max(ends[1], seen[1])
-    )
+    least, most = float(min(low - room, lowest)), float(max(high + room, highest))
+    return RatingLimits(least, most, min(low, lowest), max(high, highest))
 
 
 # ---- the model ----
@@ -179,10 +175,9 @@ def ridges_of(config: RatingsConfig) -> Ridge | None:
     scale = config.model.scale
     if scale is None or not scale.standardized:
         return None
-    ridges: dict[str, Any] = {"user_bias": scale.user_ridge, "user_traits": np.array(scale.trait_ridges)}
-    if not scale.trait_ridges:
-        del ridges["user_traits"]
-    return {path: config.reconstruct.ridge * value for path, value in (ridges | {"*": scale.noise}).items()}
+    traits = {"user_traits": np.array(scale.trait_ridges)} if scale.trait_ridges else {}
+    ridges: dict[str, Any] = {"user_bias": scale.user_ridge, **traits, "*": scale.noise}
+    return {path: config.reconstruct.ridge * value for path, value in ridges.items()}
 
 
 def relaxed_prior(config: RatingsConfig) -> Strength:
@@ -250,17 +245,10 @@ def apply_estimate(
       estimate: from round zero.
       counts: replace the counts and the scale of the items by these and by the estimated one.
     """
-    scale = Scale(
-        transform=estimate.transform,
-        mean=estimate.mean,
-        deviation=estimate.deviation,
-        low=estimate.low,
-        high=estimate.high,
-        standardized=config.model.round_zero,
-        noise=estimate.noise,
-        user_ridge=estimate.user_ridge,
-        trait_ridges=tuple(map(float, estimate.trait_ridge)) if config.model.item_traits else (),
-    )
+    names = ("transform", "mean", "deviation", "low", "high", "noise", "user_ridge")
+    traits = tuple(map(float, estimate.trait_ridge)) if config.model.item_traits else ()
+    estimates: dict[str, Any] = {name: getattr(estimate, name) for name in names}
+    scale = Scale(**estimates, standardized=config.model.round_zero, trait_ridges=traits)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
     items = dataclasses.replace(items, liking=Liking(estimate.item_bias, estimate.user_bias_ridge))
     if counts is not None:
@@ -310,10 +298,7 @@ def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estima
     """Summarize the data, the client groups and the settings derived from them."""
     transform, model, scale = config.data.transform, config.model, config.model.scale
     assert scale is not None
-    remarks = [
-        ratings.describe().sentence(counts=transform != "auto"),
-        say_rounds(config, users),
-    ]
+    remarks = [ratings.describe().sentence(counts=transform != "auto"), say_rounds(config, users)]
     if scale.transform == "log1p":
         why = "these look like counts, so " if transform == "auto" else ""
         undo = "; --data.transform none turns this off" if transform == "auto" else ""

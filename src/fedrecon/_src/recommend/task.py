@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -215,13 +215,9 @@ class Task(Protocol[C, D, L]):
 
     # ---- evaluation and inference ----
 
-    def omit(self, config: C) -> Container[str]:
-        """Return names of measures that mean nothing for these settings."""
-        return ()
-
     def shown(self, measures: tuple[Measure, ...], config: C) -> tuple[Measure, ...]:
         """Return those of some measures that mean something for these settings."""
-        return tuple(measure for measure in measures if measure.name not in self.omit(config))
+        return measures
 
     def add_metrics(
         self, config: C, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation

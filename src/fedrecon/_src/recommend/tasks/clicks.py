@@ -15,10 +15,10 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import federated_ials
 from fedrecon._src.client.optimizers import with_prior
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import Progress, listed_counts
+from fedrecon._src.core.display import Progress, say_left_out
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import Params
-from fedrecon._src.data import Ratings, RatingsSchema
+from fedrecon._src.data import Ratings
 from fedrecon._src.data.columns import describe_columns
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
@@ -32,7 +32,7 @@ from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart, estimate_clicks
 from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
 from fedrecon._src.recommend.task import AlgorithmParts, Measure, Read, Ready, Table, Task, Users
-from fedrecon._src.recommend.tasks.ratings import ItemsTask, read_ratings
+from fedrecon._src.recommend.tasks.ratings import ItemsTask
 from fedrecon._src.simulation.evaluation import Evaluation
 
 DIMS = (32, 64, 128, 256, 512, 1024)
@@ -105,23 +105,17 @@ def upload_bytes(dim: int, train: Clients) -> float:
 def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
     """Summarize the data, the client groups and the metrics."""
     density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
-    left_out = listed_counts(clicks.skipped)
+    dim = dim_of(config.model, 2**16)
+    sent = upload_bytes(dim, users.train) / 1e3
     return [
         f"users: {len(clicks):,}; items: {clicks.num_items:,}; clicks: {clicks.num_examples:,}, "
         f"{clicks.num_examples / max(1, len(clicks)):.1f} per user, {density:.3g} % of all pairs. "
-        + (f"Left out: {left_out}. " if left_out else "Nothing was left out. ")
-        + describe_columns(clicks.recognised),
+        f"{say_left_out(clicks.skipped)} {describe_columns(clicks.recognised)}",
         say_rounds(config, users),
-        _say_dim(config, users.train),
+        f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes).",
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",
     ]
-
-
-def _say_dim(config: ClicksConfig, train: Clients) -> str:
-    dim = dim_of(config.model, 2**16)
-    sent = upload_bytes(dim, train) / 1e3
-    return f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes)."
 
 
 def say_cost(num_items: int) -> str:
@@ -154,13 +148,9 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         return dataclasses.replace(clients, columns={**clients.columns, "weight": click_weight(count)})
 
     def read(self, config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-        clicks = _read_clicks(config, path, reading, RatingsSchema(items.ids, self.usual_columns(config)))
-        # What is shown and what is hidden is drawn, in a file of any order.
-        return Read(clicks.shuffle(config.data.shuffle_seed or 0), clicks.skipped)
-
-    def read_node(self, config: ClicksConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-        clicks = _read_clicks(config, path, reading, RatingsSchema(items.ids))
-        return Read(clicks, clicks.skipped)
+        """Read the users of another file; which of their items are hidden is drawn, in a file of any order."""
+        clicks, skipped = super().read(config, items, path, reading, progress)
+        return Read(clicks.shuffle(config.data.shuffle_seed or 0), skipped)
 
     # ---- training ----
 
@@ -264,14 +254,6 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
 
     def apply_result(self, config: ClicksConfig, items: Items, result: Result) -> tuple[ClicksConfig, Items]:
         return config, dataclasses.replace(items, counts=np.rint(result.counts).astype(np.int64))
-
-
-def _read_clicks(config: ClicksConfig, path: Path, reading: Reading, schema: RatingsSchema) -> Ratings:
-    """Read what people have from another file; a column of counts or ratings need not be there."""
-    usual: dict[str, Any] = {"rating": "auto", "duplicates": "sum"}
-    changes = {name: value for name, value in usual.items() if getattr(reading, name) == getattr(Reading, name)}
-    reading = dataclasses.replace(reading, **changes)
-    return read_ratings(path, reading, at_least=config.model.at_least, schema=schema)
 
 
 def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, clients: Clients, num_items: int) -> Table:

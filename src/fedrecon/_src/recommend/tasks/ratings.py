@@ -197,9 +197,25 @@ class ItemsTask(Task[T, Ratings, Items]):
         """Return what run.json says about the data."""
         return {self.examples: data.num_examples, "items": data.num_items}
 
-    def usual_columns(self, config: T) -> dict[str, int | str | None]:
-        """Return what columns are called in the file that a model was trained on, where settings say so."""
-        return {role: getattr(config.data, role) for role in changed(config.data, Reading) if role in COLUMNS}
+    def read(self, config: T, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+        """Read the users of another file, with the same items; columns may be called as in training."""
+        data = config.data
+        columns = {role: getattr(data, role) for role in changed(data, Reading) if role in COLUMNS}
+        return self._read(config, path, reading, RatingsSchema(items.ids, columns, self.limits(config, items)))
+
+    def read_node(self, config: T, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
+        """Read the users of a node's file, in the order of the file."""
+        return self._read(config, path, reading, RatingsSchema(items.ids))
+
+    def _read(self, config: T, path: Path, reading: Reading, schema: RatingsSchema) -> Read:
+        """Read a file; where nothing says how, its columns and duplicates are treated as those of this kind of data."""
+        kind, names = type(config.data), ("rating", "duplicates")
+        usual: dict[str, Any] = {
+            name: getattr(kind, name) for name in names if getattr(reading, name) == getattr(Reading, name)
+        }
+        at_least, reading = getattr(config.model, "at_least", None), dataclasses.replace(reading, **usual)
+        ratings = read_ratings(path, reading, at_least=at_least, schema=schema)
+        return Read(ratings, ratings.skipped)
 
     def describe(self, items: Items) -> dict[str, Any]:
         """Return items as what JSON can hold."""
@@ -245,15 +261,6 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
     def view(self, config: RatingsConfig, clients: Clients) -> Clients:
         return transformed(clients, config.model.scale.transform if config.model.scale else "none")
 
-    def read(self, config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-        schema = RatingsSchema(items.ids, self.usual_columns(config), accepted_ratings(config, items))
-        ratings = read_ratings(path, reading, schema=schema)
-        return Read(ratings, ratings.skipped)
-
-    def read_node(self, config: RatingsConfig, items: Items, path: Path, reading: Reading, progress: Progress) -> Read:
-        ratings = read_ratings(path, reading, schema=RatingsSchema(items.ids))
-        return Read(ratings, ratings.skipped)
-
     # ---- training ----
 
     def build_model(self, config: RatingsConfig, items: Items) -> Model:
@@ -274,10 +281,10 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
 
     # ---- evaluation and inference ----
 
-    def omit(self, config: RatingsConfig) -> tuple[str, ...]:
+    def shown(self, measures: tuple[Measure, ...], config: RatingsConfig) -> tuple[Measure, ...]:
         scale = config.model.scale
         stars = scale is None or (scale.transform == "none" and scale.high - scale.low <= STARS)
-        return () if stars else (ACCURACY.name,)
+        return tuple(measure for measure in measures if stars or measure.name != ACCURACY.name)
 
     def add_metrics(
         self, config: RatingsConfig, algorithm: Algorithm, params: Any, clients: Clients, evaluation: Evaluation
@@ -327,16 +334,12 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
     def round_zero(self, config: RatingsConfig, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
         if not (config.model.round_zero or config.data.transform != "none"):
             return None
-        if not config.privacy.on:
-            return round_zero_of(config, num_items)
-        return round_zero_of(
-            config,
-            num_items,
-            noise_multiplier=options["round_zero_noise"],
-            clients=max(round(options["users"] * config.data.fractions[0]), 1),
-            approximate=True,
-            hosts=options["least_nodes"] if options["secure"] else 0,
-        )
+        noise: dict[str, Any] = {}
+        if config.privacy.on:
+            clients = max(round(options["users"] * config.data.fractions[0]), 1)
+            noise = {"noise_multiplier": options["round_zero_noise"], "clients": clients, "approximate": True}
+            noise["hosts"] = options["least_nodes"] if options["secure"] else 0
+        return round_zero_of(config, num_items, **noise)
 
     def start_model(self, config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Model]:
         """Return settings and model with what round zero estimated; before it, with an estimate of the same shapes."""
@@ -355,16 +358,8 @@ def _known_baselines(config: RatingsConfig, items: Items, holdout: RatingHoldout
     scale, liking = config.model.scale, items.liking
     if scale is None or liking is None:
         return {}
-    estimate = Estimate(
-        item_bias=liking.bias,
-        item_count=np.zeros(len(items)),
-        mean=scale.mean,
-        deviation=scale.deviation,
-        low=scale.low,
-        high=scale.high,
-        noise=liking.user_ridge,
-        user_variance=1.0,
-    )
+    ends = {name: getattr(scale, name) for name in ("mean", "deviation", "low", "high")}
+    estimate = Estimate(liking.bias, np.zeros(len(items)), **ends, noise=liking.user_ridge, user_variance=1.0)
     biases = predict_by_biases(estimate, holdout)
     guesses = {"global mean": np.zeros(len(biases)), "item + user bias": biases}
     return {name: rating_errors(estimate.restore(guess), holdout.query.rating) for name, guess in guesses.items()}

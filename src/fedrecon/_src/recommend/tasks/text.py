@@ -10,7 +10,7 @@ from typing import Any
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import Progress, listed_counts
+from fedrecon._src.core.display import Progress, say_left_out
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
 from fedrecon._src.data.corpus_writer import KEPT_WORDS
@@ -39,17 +39,10 @@ DATABASE = {name: name for name in ("max_sentences", "bad_rows", "word_count", "
 
 def build_next_word(settings: NextWord, vocabulary: Vocabulary) -> Model:
     """Return the model."""
-    return next_word(
-        len(vocabulary),
-        vocabulary.buckets,
-        embedding=settings.embedding,
-        hidden=settings.hidden,
-        projection=settings.projection,
-        local=settings.local,
-        pair_rows=PAIR_ROWS if settings.ngrams else 0,
-        head=min(settings.head, len(vocabulary)),
-        loss_over=settings.loss_over,
-    )
+    names = ("embedding", "hidden", "projection", "local", "loss_over")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    pair_rows, head = PAIR_ROWS if settings.ngrams else 0, min(settings.head, len(vocabulary))
+    return next_word(len(vocabulary), vocabulary.buckets, pair_rows=pair_rows, head=head, **options)
 
 
 def _is_table(path: Path) -> bool:
@@ -221,12 +214,11 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
         if config.sampling.clients_per_round is None:
             size = cohort_size(len(users.train), private=config.privacy.on)
             config = dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, clients_per_round=size))
-        left_out = listed_counts(corpus.skipped)
         data = (
             f"clients: {len(corpus.clients):,}; sentences: {corpus.clients.num_examples:,}; "
             f"words: {len(corpus.tokens):,}. "
             f"The vocabulary of {len(words):,} covers {100 * corpus.coverage(len(words)):.1f} % of them. "
-            f"{f'Left out: {left_out}.' if left_out else 'Nothing was left out.'}"
+            f"{say_left_out(corpus.skipped)}"
         )
         model = build_next_word(config.model, words)
         return Ready(config, users, words, model, (data, say_rounds(config, users, "clients")))
