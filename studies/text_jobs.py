@@ -20,8 +20,6 @@ from fedrecon._src.recommend.recipe import build_update
 from fedrecon._src.recommend.tasks import build_algorithm
 from fedrecon._src.recommend.tasks.text import build_next_word
 from fedrecon._src.recommend.word_evaluation import (
-    BIGRAMS,
-    TRIGRAMS,
     CountedWords,
     Models,
     Predict,
@@ -165,7 +163,7 @@ def run_personal(
     )
     fresh = algorithm.model.init_local(jax.random.key(seed))
     anybody = model_predictions(algorithm, params, fresh)
-    counted = CountedWords(train_clients)
+    counted = CountedWords(train_clients).models()
     milliseconds: list[float] = []
 
     def models_of(support: Mapping[str, np.ndarray]) -> Models:
@@ -178,8 +176,7 @@ def run_personal(
         others: dict[str, Predict] = {
             "everything finetuned": model_predictions(finetuned, params, local),
             "everything finetuned, going on": finetune_further(finetuned, params, local, seed),
-            BIGRAMS: functools.partial(counted.predict, order=2),
-            TRIGRAMS: functools.partial(counted.predict, order=3),
+            **counted,
         }
         return Models(anybody, anybody, others)
 

@@ -246,14 +246,14 @@ def test_recommendations_stay_in_the_scale_and_need_ratings(trained):
     with pytest.warns(UserWarning, match="left out 1 of 4 items.*: unheard of"):
         found = model.recommend(person | {"unheard of": 1}, 15)
     assert {one.item for one in found} == set(range(3, 14))  # item 14 has a single rating
-    low, high = model.saved.ends
+    low, high = model.saved.task.ends(model.saved.config, model.items)
     assert all(low <= one.rating <= high for one in found)
     assert 14 in {one.item for one in model.recommend(person, 15, least_ratings=0)}
 
 
 def test_counts_may_be_above_those_of_training_and_predictions_are_not(trained):
     model = fr.recommend.load(trained[1])
-    high = max(model.saved.ends[1], model.items.scale[1])
+    high = max(model.saved.task.ends(model.saved.config, model.items)[1], model.items.scale[1])
     assert model.predict({0: 3, 1: 10 * high**2}).max() <= high
     with pytest.raises(ValueError, match="rating -1 is outside of the scale that the model was trained on"):
         model.predict({0: 3, 1: -1})

@@ -113,7 +113,7 @@ def in_jax(served, item, rating):
     clients = fr.Clients({"item": item, "rating": rating}, np.array([0]), np.array([len(item)]))
     seen = saved.task.view(saved.config, clients)
     local = fr.reconstruct(saved.algorithm, served.saved.params, seen[0], seed=saved.config.seed)
-    ((_, scores),) = served._every_score(seen)
+    ((_, scores, _),) = served._every_score(seen)
     if saved.task is RATINGS and saved.config.model.scale.transform == "log1p":
         scores = np.expm1(scores)
     names = ("user_bias", "user_embedding", "user_traits", "popularity_weight")

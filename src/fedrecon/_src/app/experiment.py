@@ -32,7 +32,6 @@ from fedrecon._src.recommend.config import (
 )
 from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
 from fedrecon._src.recommend.evaluation_table import (
-    measure_baselines,
     summarize,
 )
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
@@ -319,7 +318,8 @@ def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: Run
             test = on_test(run.params, progress=options.progress)
             test = task.add_metrics(config, algorithm, run.params, users.test, test)
         if is_first_process():
-            table = measure_baselines(config, model, users, "test")
+            # Baselines are exact sums over the training users, so those of a private run know only what it released.
+            table = task.baselines(config, ready.legend, None if config.privacy.on else users.train, users.test)
         if (verdict := why_failed(run.history, task, test)) != failed:
             failed = verdict
             model = _save(folder, dataclasses.replace(model, failed=failed))

@@ -220,7 +220,8 @@ def items_legend(saved: SavedModel[Items], least_count: int | None = None, adapt
     least = saved.config.model.least_ratings if least_count is None else least_count
     queries = {"item": np.arange(min(20, len(items)), dtype=np.int32)}
     roles = {"/".join(part for part in path.split("/") if part != "shared"): path for path in flatten(saved.params)[0]}
-    return Legend(saved.task.name, {ITEMS: content}, saved.ends, least, roles, adapt, queries=queries)
+    ends = saved.task.ends(saved.config, items)
+    return Legend(saved.task.name, {ITEMS: content}, ends, least, roles, adapt, queries=queries)
 
 
 def _short(ids: list[Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -22,6 +21,7 @@ from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import JUDGES
 from fedrecon._src.recommend.task import Measure, Table, Users
 from fedrecon._src.recommend.tasks import build_algorithm, task_of
+from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, reconstruct
 
 MARGIN = 1e-6  # relative: what counts as equal
@@ -79,54 +79,62 @@ def after_rows(rows: Table, measure: Measure) -> list[list[str]]:
     return [[name, *(measure._replace(name=after).text(row) for after in names)] for name, row in measured.items()]
 
 
-def evaluate_saved(
-    saved: SavedModel[Any], algorithm: Algorithm, users: Users | None, clients: Clients | None
-) -> EvaluationTable:
-    """Evaluate a model on the test users of its training or on other clients, as the model sees them."""
+def evaluate_saved(saved: SavedModel[Any], users: Users | None, clients: Clients | None) -> EvaluationTable:
+    """Evaluate a model on the test users of its training, or on other clients."""
     config, task = saved.config, saved.task
-    assert users is not None or clients is not None
-    measured = clients if clients is not None else users.test  # type: ignore[union-attr]
-    everyone = Users(measured, measured, measured) if users is None else users._replace(test=measured)
-    evaluator = make_evaluator(config, algorithm, everyone, part="test")
-    if evaluator is None:
-        raise ValueError(f"there are no {task.people} to evaluate on")
-    evaluation = task.add_metrics(config, algorithm, saved.params, measured, evaluator(saved.params))
-    table = measure_baselines(config, saved, everyone, "test", trained=users is not None)
-    personal = measure_personal(saved, algorithm, everyone, "test", trained=users is not None)
+    test = users.test if clients is None and users is not None else clients
+    if test is None:
+        raise ValueError("`clients` must be given: a model that was loaded has no test users")
+    test = test if clients is None else task.view(config, clients)
+    everyone = Users(test, test, test) if users is None else users._replace(test=test)
+    evaluation, table, personal = measure_model(config, saved, everyone, "test", trained=users is not None)
     rows, measures = {"model": evaluation.micro, **table}, task.shown(task.measures, config)
     return EvaluationTable(evaluation, rows, measures, task.people, personal)
 
 
-def measure_personal(
+def measure_model(
+    config: Config,
     saved: SavedModel[Any],
-    algorithm: Algorithm,
     users: Users,
     part: str,
     *,
     trained: bool = True,
+    place: Layout | None = None,
     progress: Progress = silent,
-) -> word_evaluation.PersonalResults | None:
-    """Measure what people get from a model of the next word; None for other models, or if words have no spelling.
+) -> tuple[Evaluation, Table, word_evaluation.PersonalResults | None]:
+    """Measure a model and baselines on users, and for text what people get from it.
 
     Args:
+      config: settings of the run.
       saved: the model.
-      algorithm: that was trained.
-      users: those of the run.
+      users: as the model sees them.
       part: which of them are measured: valid or test.
-      trained: whether `users` has the training users, whose n-grams are counted if the run is not private.
+      trained: whether `users` has the training users. Baselines that are made of these are exact sums, so those of a
+        private run know only what it released.
+      place: on which JAX devices and in what blocks clients run.
       progress: a progress display.
     """
-    config, clients = cast(TextConfig, saved.config), getattr(users, part)
-    if "other" not in clients.columns:  # only sentences have it: how words outside the vocabulary are spelled
-        return None
+    task, clients = saved.task, getattr(users, part)
+    evaluator = make_evaluator(config, saved.algorithm, users, place, part)
+    if evaluator is None:
+        raise ValueError(f"there are no {task.people} to evaluate on")
+    evaluation = evaluator(saved.params, progress=progress)
+    evaluation = task.add_metrics(config, saved.algorithm, saved.params, clients, evaluation)
+    train = users.train if trained and not config.privacy.on else None
+    baselines = task.baselines(saved.config, saved.legend, train, clients)
+    # Only sentences have this column, if it is known how words outside the vocabulary are spelled.
+    personal = _measure_personal(saved, train, clients, progress) if "other" in clients.columns else None
+    return evaluation, baselines, personal
+
+
+def _measure_personal(
+    saved: SavedModel[Any], train: Clients | None, clients: Sentences, progress: Progress
+) -> word_evaluation.PersonalResults:
+    """Measure what people get from a model of the next word, next to counted n-grams of the training clients."""
+    config, algorithm = cast(TextConfig, saved.config), saved.algorithm
     fresh = algorithm.model.init_local(jax.random.key(config.seed))
     anybody = word_evaluation.model_predictions(algorithm, saved.params, fresh)
-
-    counted: dict[str, word_evaluation.Predict] = {}
-    if trained and not config.privacy.on:
-        ngrams = word_evaluation.CountedWords(cast(Sentences, users.train))
-        names = {2: word_evaluation.BIGRAMS, 3: word_evaluation.TRIGRAMS}
-        counted = {name: partial(ngrams.predict, order=order) for order, name in names.items()}
+    counted = {} if train is None else word_evaluation.CountedWords(cast(Sentences, train)).models()
 
     def models_of(support: Mapping[str, np.ndarray]) -> word_evaluation.Models:
         if config.model.local != "oov_embedding" or not len(support["target"]):
@@ -138,24 +146,6 @@ def measure_personal(
 
     split, biased = evaluation_split(config), config.model.local == "output_bias"
     return word_evaluation.measure_people(clients, split, models_of, biased=biased, progress=progress)
-
-
-def measure_baselines(
-    config: Config, saved: SavedModel[Any], users: Users, part: str, *, trained: bool = True
-) -> Table:
-    """Measure baselines on the query of users, from the training users if `users` has them, else from the model.
-
-    Baselines of training users are exact sums of theirs, so those of a private run know only what it released.
-
-    Args:
-      config: settings of the run.
-      saved: the model.
-      users: as the model sees them.
-      part: which of them are measured: valid or test.
-      trained: whether `users` has the training users.
-    """
-    measured, train = getattr(users, part), users.train if trained and not config.privacy.on else None
-    return saved.task.baselines(saved.config, saved.legend, train, measured) if len(measured) else {}
 
 
 def summarize(

@@ -159,9 +159,8 @@ def rank_candidates(
     """
     ranks = np.zeros(len(test.item), np.int64)
     for begin in range(0, test.users, USERS_AT_ONCE):
-        end = min(begin + USERS_AT_ONCE, test.users)
-        first, last = np.searchsorted(test.user, [begin, end])
-        scores = np.asarray(score(support.rows(begin, end)), np.float64)
+        first, last = np.searchsorted(test.user, [begin, begin + USERS_AT_ONCE])
+        scores = np.asarray(score(support.rows(begin, begin + USERS_AT_ONCE)), np.float64)
         user, item = test.user[first:last] - begin, test.item[first:last]
         candidate_scores = scores[user[:, None], candidates[first:last]]
         ranks[first:last] = (candidate_scores >= scores[user, item][:, None]).sum(1)
@@ -257,23 +256,16 @@ def check_negatives(
       >>> found.metrics["hr@1"], found.never  # items 0 and 1 were negatives, so it must be 2
       (1.0, 1.0)
     """
-    columns = np.column_stack([test.item[:, None], candidates])
-    order = np.argsort(columns, 1)
-    ordered = np.take_along_axis(columns, order, 1)
-    zero_labels = np.zeros(columns.shape)
-    rows_by_user = np.full(test.users, -1)
-    rows_by_user[test.user] = np.arange(len(test.user))
-    stride = int(columns.max()) + 2
-    keys = (np.arange(len(columns))[:, None] * stride + ordered).reshape(-1)
+    columns = np.column_stack([test.item, candidates])
+    stride = int(columns.max()) + 1
+    keys, places = np.unique(test.user[:, None] * stride + columns, return_inverse=True)
+    zero_labels = np.zeros(len(keys))
     for user, item in negatives:
-        rows = rows_by_user[np.asarray(user)]
         item = np.asarray(item)
-        inside = (rows >= 0) & (item < stride)
-        pairs = rows[inside] * stride + item[inside]
+        pairs = (np.asarray(user) * stride + item)[item < stride]
         slot = np.minimum(np.searchsorted(keys, pairs), len(keys) - 1)
-        np.add.at(zero_labels.reshape(-1), slot[keys[slot] == pairs], 1)
-    counts = np.zeros_like(zero_labels)
-    np.put_along_axis(counts, order, zero_labels, 1)
+        np.add.at(zero_labels, slot[keys[slot] == pairs], 1)
+    counts = zero_labels[places].reshape(columns.shape)
     ranks = (counts[:, 1:] <= counts[:, :1]).sum(1)
     share = {f"hr@{k}": min(1.0, k / columns.shape[1]) for k in at}
     never, expected = float(np.mean(counts[:, 0] == 0)), float(np.mean(counts[:, 1:] == 0))

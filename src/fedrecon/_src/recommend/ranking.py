@@ -63,8 +63,9 @@ class ItemSets(NamedTuple):
 
         Args:
           begin: the first user.
-          end: one past the last user.
+          end: one past the last user; the last of all if there are fewer.
         """
+        end = min(end, self.users)
         first, last = np.searchsorted(self.user, [begin, end])
         weight = None if self.weight is None else self.weight[first:last]
         return ItemSets(end - begin, self.user[first:last] - begin, self.item[first:last], weight)
@@ -284,29 +285,24 @@ def rank(
     recommended = np.zeros(num_items, bool)
     many = max(1, SCORES_AT_ONCE // num_items)
     for begin in range(0, holdout.support.users, many):
-        end = min(begin + many, holdout.support.users)
-        support, hidden = (part.rows(begin, end) for part in holdout)
+        support, hidden = (part.rows(begin, begin + many) for part in holdout)
         scores = np.array(score(support), np.float64)
-        if scores.shape != (end - begin, num_items) or np.isnan(scores).any():
-            raise ValueError(f"scores must have shape ({end - begin}, {num_items}), without NaN (got {scores.shape})")
+        if scores.shape != (support.users, num_items) or np.isnan(scores).any():
+            raise ValueError(f"scores must have shape ({support.users}, {num_items}), without NaN (got {scores.shape})")
         scores[support.user, support.item] = -np.inf
         ranks = rank_hidden(scores, support, hidden)
         for name, measure in measures.items():
-            values[name][begin:end] = measure(ranks)
+            values[name][begin : begin + many] = measure(ranks)
         if coverage_at is not None:
             for user in np.unique(hidden.user):
                 recommended[top_items(scores[user], coverage_at)] = True
-    return _summarize(values, float(recommended.mean()), coverage_at)
-
-
-def _summarize(values: Mapping[str, np.ndarray], coverage: float, coverage_at: int | None) -> RankingResult:
     measured = ~np.isnan(next(iter(values.values())))
     users = int(measured.sum())
     if not users:
         raise ValueError("none of the users has hidden items to rank")
     spread = {name: float(v[measured].std() / max(users - 1, 1) ** 0.5) for name, v in values.items()}
     means = {name: float(v[measured].mean()) for name, v in values.items()}
-    covered = {} if coverage_at is None else {f"coverage@{coverage_at}": coverage}
+    covered = {} if coverage_at is None else {f"coverage@{coverage_at}": float(recommended.mean())}
     return RankingResult(users, means | covered, spread, values)
 
 
@@ -496,7 +492,7 @@ def count_pairs(sets: ItemSets, num_items: int) -> np.ndarray:
     counts = np.zeros((num_items, num_items), np.float32)
     many = max(1, SCORES_AT_ONCE // num_items)
     for begin in range(0, sets.users, many):
-        block = sets.rows(begin, min(begin + many, sets.users)).matrix(num_items)
+        block = sets.rows(begin, begin + many).matrix(num_items)
         counts += block.T @ block
     return counts
 
@@ -559,11 +555,10 @@ def score_by_model(algorithm: Algorithm, params: Any) -> Scorer:
     score = jax.jit(jax.vmap(lambda params, local: algorithm.model.predict(params, local, every), (None, 0)))
 
     def scores(support: ItemSets) -> np.ndarray:
-        ends = np.searchsorted(support.user, np.arange(support.users), side="right")
+        bounds = np.searchsorted(support.user, np.arange(support.users + 1))
         columns = {"item": support.item.astype(np.int32)}
         if support.weight is not None:
             columns["weight"] = support.weight.astype(np.float32)
-        clients = Clients(columns, np.append(0, ends[:-1])[: support.users], ends)
-        return np.asarray(score(params, reconstruct(algorithm, params, clients)))
+        return np.asarray(score(params, reconstruct(algorithm, params, Clients(columns, bounds[:-1], bounds[1:]))))
 
     return scores

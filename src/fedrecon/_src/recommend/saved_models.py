@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -48,7 +49,7 @@ class SavedModel(Generic[L]):
         """What it was trained for."""
         return task_of(self.config)
 
-    @property
+    @cached_property
     def algorithm(self) -> Algorithm:
         """The algorithm, for reconstruction and evaluation."""
         return build_algorithm(self.config, self.task.build_model(self.config, self.legend))
@@ -64,11 +65,6 @@ class SavedModel(Generic[L]):
         config = dataclasses.replace(self.config, rounds=rounds)
         model = self.task.build_model(config, self.legend)
         return build_algorithm(config, model, 1 if counts is None else float(counts.sum()), aggregator)
-
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """The lowest and the highest rating that is shown, in the data's own scale; None if they are not known."""
-        return self.task.ends(self.config, self.legend)
 
     def save(self, path: str | Path) -> None:
         """Save the model to a folder, which is replaced as a whole; one that holds anything but a model is refused."""
@@ -97,7 +93,11 @@ def open_model(path: str | Path) -> SavedModel[Any]:
     if not (folder / DESCRIPTION).exists():
         folder = find_part(folder, MODEL)
     if not folder.is_dir():
-        raise StorageError(_no_model(Path(path)))
+        advice = f"{path} holds no model: train one with fedrecon train DATA --out {path}"
+        if list_checkpoints(Path(path)):
+            advice = f"the run in {path} has no model yet: if nothing is training it, continue with the same command "
+            advice += "and --resume"
+        raise StorageError(advice)
     saved = _read_description(folder / DESCRIPTION)
     try:
         like = jax.eval_shape(saved.algorithm.model.init_global, jax.random.key(0))
@@ -127,15 +127,6 @@ def _read_description(file: Path) -> SavedModel[Any]:
     return SavedModel(config, None, legend, None if failed is None else str(failed))
 
 
-def _no_model(path: Path) -> str:
-    if list_checkpoints(path):
-        return (
-            f"the run in {path} has no model yet: if nothing is training it, continue with the same command "
-            "and --resume"
-        )
-    return f"{path} holds no model: train one with fedrecon train DATA --out {path}"
-
-
 def open_for(task: Task[Any, Any, L], path: str | Path, *others: Task[Any, Any, L]) -> SavedModel[L]:
     """Open a model that was trained for a task, or for another that serves in the same way.
 
@@ -145,11 +136,7 @@ def open_for(task: Task[Any, Any, L], path: str | Path, *others: Task[Any, Any, 
     """
     saved = open_model(path)
     use = saved.task.serve.format(run=path)
-    rules = {
-        f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}": (
-            saved.task in (task, *others)
-        ),
-        f"{path} cannot be used because its training failed: {saved.failed}": saved.failed is None,
-    }
-    check_rules(rules, StorageError)
+    wrong_task = f"{path} was trained on {saved.task.name}, not on {task.name}: use fedrecon {use}"
+    failed = f"{path} cannot be used because its training failed: {saved.failed}"
+    check_rules({wrong_task: saved.task in (task, *others), failed: saved.failed is None}, StorageError)
     return saved

@@ -76,12 +76,6 @@ class _Served:
         """
         self.saved.save(folder)
 
-    def _measure(self, clients: Clients | None) -> EvaluationTable:
-        """Measure the model on clients, by default on the test users."""
-        if clients is None and self._users is None:
-            raise ValueError("`clients` must be given: a model that was loaded has no test users")
-        return evaluate_saved(self.saved, self.algorithm, self._users, clients)
-
 
 class Recommender(_Served):
     """A trained model of ratings or clicks, ready to serve.
@@ -112,13 +106,13 @@ class Recommender(_Served):
             every = {"item": jnp.arange(num_items, dtype=jnp.int32)}
             # As in training, not clipped: clipped predictions of the best items are all the same.
             step = Step(jnp.ones(num_items, bool), None)
-            return jax.vmap(lambda mine: predict_in(model, params, mine, every, step).reshape(num_items))(local)
+            return jax.vmap(lambda person: predict_in(model, params, person, every, step).reshape(num_items))(local)
 
         self._scores = jax.jit(scores)
 
     def __repr__(self) -> str:
         """Describe the recommender in one line."""
-        ends = self.saved.ends
+        ends = self.saved.task.ends(self.saved.config, self.items)
         of = self.saved.task.name + (f" from {ends[0]:.6g} to {ends[1]:.6g}" if ends else "")
         return f"Recommender({len(self.items):,} items, trained on {of})"
 
@@ -131,7 +125,7 @@ class Recommender(_Served):
         """
         if isinstance(clients, Ratings) and not np.array_equal(clients.item_ids, self.items.ids):
             raise ValueError("`clients` have other items than the model: load them with item_ids=recommender.items.ids")
-        return self._measure(None if clients is None else self.saved.task.view(self.saved.config, clients))
+        return evaluate_saved(self.saved, self._users, clients)
 
     def reconstruct(self, people: Person | Sequence[Person] | Clients) -> Any:
         """Reconstruct the local parameters of one person, or of many with the people first in every leaf.
@@ -159,7 +153,8 @@ class Recommender(_Served):
         which = slice(None) if items is None else np.array([self._number(item) for item in items], np.int64)
         clients, single = self._clients(people)
         nobody = np.zeros((0, len(self.items)))
-        ratings = np.concatenate([part[:, which] for part in (nobody, *map(self._shown, self._scores_of(clients)))])
+        parts = [nobody, *(shown for _, _, shown in self._every_score(clients))]
+        ratings = np.concatenate([part[:, which] for part in parts])
         return ratings[0] if single else ratings
 
     def recommend(
@@ -195,11 +190,11 @@ class Recommender(_Served):
           least_ratings: as for `recommend`.
         """
         check_number("least_ratings", least_ratings)
-        out = self._rarely_rated(least_ratings)
+        least = self.saved.config.model.least_ratings if least_ratings is None else least_ratings
         recommendations = []
-        for part, scores in self._every_score(clients):
-            shown = self._shown(scores)
-            scores[:, out] = -np.inf
+        for part, scores, shown in self._every_score(clients):
+            if self.items.counts is not None:
+                scores[:, self.items.counts < least] = -np.inf
             rows = rows_of(part.starts, part.ends)
             scores[np.repeat(np.arange(len(part)), part.sizes), part.columns["item"][rows]] = -np.inf
             for row, predictions in zip(scores, shown, strict=True):
@@ -221,43 +216,31 @@ class Recommender(_Served):
             item = np.array([item for person in numbered for item in person], np.int32)
             rating = np.array([rating for person in numbered for rating in person.values()], np.float32)
             clients = Clients({"item": item, "rating": rating}, ends - sizes, ends)
-        self._check_ratings(clients)
-        return self.saved.task.view(self.saved.config, clients), single
-
-    def _check_ratings(self, clients: Clients) -> None:
-        """Refuse ratings that are no numbers, or that the scale of training is far from."""
         rating = np.asarray(clients.columns["rating"])[rows_of(clients.starts, clients.ends)]
         if not np.isfinite(rating).all():
             raise ValueError("ratings must be finite")
         accepted = self.saved.task.limits(self.saved.config, self.items)
         if accepted is not None and len(wrong := rating[~accepted.contains(rating)]):
             raise ValueError(f"{accepted.describe_error(float(wrong[0]))}; give ratings on that scale")
+        return self.saved.task.view(self.saved.config, clients), single
 
     def _number(self, item: Any) -> int:
         if str(item) not in self._numbers:
             raise ValueError(f"the model does not know the item {item!r}")
         return self._numbers[str(item)]
 
-    def _every_score(self, clients: Clients) -> Any:
-        """Yield some clients at a time, and their predictions for all items, neither clipped nor restored."""
+    def _every_score(self, clients: Clients) -> Iterator[tuple[Clients, np.ndarray, np.ndarray]]:
+        """Yield some clients at a time, and their predictions for all items: as the model makes and as people see them.
+
+        What people see is within the scale, and a count if the model has learned logarithms.
+        """
         for begin in range(0, len(clients), PEOPLE_AT_ONCE):
             part = clients.take(np.arange(begin, min(begin + PEOPLE_AT_ONCE, len(clients))))
             local = reconstruct(self.algorithm, self.params, part, seed=self.saved.config.seed)
             room = max(LEAST_AT_ONCE, 1 << (len(part) - 1).bit_length())  # few sizes are compiled
             padded = jax.tree.map(lambda x, room=room: np.concatenate([x, np.repeat(x[:1], room - len(x), 0)]), local)
-            yield part, np.array(self._scores(self.params, padded), np.float64)[: len(part)]
-
-    def _scores_of(self, clients: Clients) -> Iterator[np.ndarray]:
-        return (scores for _, scores in self._every_score(clients))
-
-    def _shown(self, scores: np.ndarray) -> np.ndarray:
-        """Return predictions within the scale, and as counts if the model has learned their logarithms."""
-        return self.saved.task.restore(self.saved.config, self.items, scores)
-
-    def _rarely_rated(self, least: int | None) -> np.ndarray:
-        least = self.saved.config.model.least_ratings if least is None else least
-        counts = self.items.counts
-        return np.zeros(len(self.items), bool) if counts is None else counts < least
+            scores = np.array(self._scores(self.params, padded), np.float64)[: len(part)]
+            yield part, scores, self.saved.task.restore(self.saved.config, self.items, scores)
 
 
 def load(folder: str | Path) -> Recommender:
@@ -291,21 +274,19 @@ def _number_items(items: Items) -> dict[str, int]:
 
 def _list_people(people: Any, items_alone: bool) -> tuple[list[Mapping[Any, float]], bool]:
     """Return the items of each person, and whether there is one person rather than a list."""
+
+    def items_of(person: Any) -> Mapping[Any, float]:
+        if isinstance(person, Mapping):
+            return person
+        items = _to_list(person) if items_alone and _is_collection(person) else [()]
+        if any(map(_is_collection, items)):
+            raise TypeError(f"`people` must be {CLICKED if items_alone else RATED} (got {people!r:.60})")
+        return Counter(items)
+
     entries = [] if isinstance(people, Mapping) or not _is_collection(people) else _to_list(people)
     # An empty list is nobody; an empty set or array is one person.
     single = not _is_collection(entries[0]) if entries else not isinstance(people, list | tuple)
-    persons = [_as_person(person, items_alone) for person in ([entries or people] if single else entries)]
-    if None in persons:
-        raise TypeError(f"`people` must be {CLICKED if items_alone else RATED} (got {people!r:.60})")
-    return [person for person in persons if person is not None], single
-
-
-def _as_person(person: Any, items_alone: bool) -> Mapping[Any, float] | None:
-    """Return the items of a person; None if these are none."""
-    if isinstance(person, Mapping):
-        return person
-    items = _to_list(person) if items_alone and _is_collection(person) else [()]
-    return None if any(map(_is_collection, items)) else Counter(items)
+    return [items_of(person) for person in ([entries or people] if single else entries)], single
 
 
 def _to_list(values: Iterable[Any]) -> list[Any]:
@@ -401,7 +382,7 @@ class Completer(_Served):
         Args:
           clients: with sentences in the words of the model; by default the test clients that `train_text` set aside.
         """
-        return self._measure(clients)
+        return evaluate_saved(self.saved, self._users, clients)
 
     def person(self, text: str | Sequence[str] = ()) -> PersonalCompleter:
         """Return what serves one person, and learns from what they write.

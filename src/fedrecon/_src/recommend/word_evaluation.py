@@ -27,8 +27,8 @@ REPEATED, LEAST_REPEATED = 0.25, 4  # share of query sentences, and words of a s
 MOST_USED, BIGRAMS, TRIGRAMS = "most used word", "counted bigrams", "counted trigrams"
 IMPERSONAL, FROZEN, PERSONAL = "impersonal", "personal_frozen", "personal"
 
-# (columns of sentences) -> probabilities of (sentences, L, outputs), buckets last
-Predict = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+Columns = Mapping[str, np.ndarray]  # of sentences
+Predict = Callable[[Columns], np.ndarray]  # returns probabilities of (sentences, L, outputs), buckets last
 
 
 # ---- what is measured of a sentence ----
@@ -176,33 +176,21 @@ class PersonalResults:
         return "\n".join(lines)
 
 
-class _Person:
-    """One person's sentences: columns of support and query, and their words."""
-
-    def __init__(self, columns: Mapping[str, np.ndarray], clients: Sentences):
-        self.columns = columns
-        self.vocabulary = clients.vocabulary
-        self.other_words = clients.other_words
-
-    def __len__(self) -> int:
-        return len(self.columns["target"])
-
-    def words(self, k: int) -> tuple[list[str], bool]:
-        """Return the words of a sentence, and whether it ends."""
-        target, other = self.columns["target"][k], self.columns["other"][k]
-        ids = target[target > 0].tolist()
-        ended = bool(ids) and ids[-1] == self.vocabulary.eos
-        ids = ids[:-1] if ended else ids
-        words = [
-            self.vocabulary.words[number - 1]
-            if number < self.vocabulary.first_oov
-            else str(self.other_words[index - 1]) or f"#{index}"  # whose spelling is not known
-            for number, index in zip(ids, other.tolist(), strict=False)
-        ]
-        return words, ended
+def _read_words(clients: Sentences, columns: Columns, k: int) -> tuple[list[str], bool]:
+    """Return the words of a sentence, and whether it ends."""
+    vocabulary, target = clients.vocabulary, columns["target"][k]
+    ids = target[target > 0].tolist()
+    ended = bool(ids) and ids[-1] == vocabulary.eos
+    words = [
+        vocabulary.words[number - 1]
+        if number < vocabulary.first_oov
+        else str(clients.other_words[index - 1]) or f"#{index}"  # whose spelling is not known
+        for number, index in zip(ids[: len(ids) - ended], columns["other"][k].tolist(), strict=False)
+    ]
+    return words, ended
 
 
-def predict_sentences(columns: Mapping[str, np.ndarray], predict: Predict) -> Iterator[np.ndarray]:
+def predict_sentences(columns: Columns, predict: Predict) -> Iterator[np.ndarray]:
     """Yield the probabilities at the positions of each sentence that have a target, some sentences at a time.
 
     Args:
@@ -234,7 +222,7 @@ class Models(NamedTuple):
 def measure_people(
     clients: Sentences,
     split: Split,
-    models_of: Callable[[Mapping[str, np.ndarray]], Models],
+    models_of: Callable[[Columns], Models],
     *,
     biased: bool = True,
     progress: Progress = silent,
@@ -254,12 +242,13 @@ def measure_people(
     with progress("measuring what people get", len(clients)) as advance:
         for support, query in _people(clients, split):
             advance()
-            if not len(query):
+            if not len(query["target"]):
                 continue
-            models, learning = models_of(support.columns), PersonalWords(clients.vocabulary, biased=biased)
-            tallies, change, is_repeating = _measure_person(support, query, models, learning, spelling)
+            learning = PersonalWords(clients.vocabulary, biased=biased)
+            tallies, (lost, won), is_repeating = _measure_person(
+                clients, support, query, models_of(support), learning, spelling
+            )
             totals = {name: totals.get(name, 0) + tally for name, tally in tallies.items()}
-            lost, won = change
             people, worse = people + 1, worse + (lost > won)
             clearly += lost - won > 2 * (lost + won) ** 0.5
             repeating += is_repeating
@@ -267,37 +256,36 @@ def measure_people(
     return PersonalResults(rows, worse / max(people, 1), clearly / max(people, 1), people, repeating)
 
 
-def _people(clients: Sentences, split: Split) -> Iterator[tuple[_Person, _Person]]:
-    """Yield each client's support and query."""
+def _people(clients: Sentences, split: Split) -> Iterator[list[Columns]]:
+    """Yield the columns of each client's support and query."""
     columns = [name for name in COLUMNS if name in clients.columns]
     for begin, end in zip(clients.starts.tolist(), clients.ends.tolist(), strict=True):
         alone = dataclasses.replace(clients, starts=np.array([begin]), ends=np.array([end]), names=None)
         cohort = Packer(alone, Needs(split, columns=[*columns])).pack(np.arange(1))
-        support, query = (
-            _Person({name: np.asarray(c)[0, : int(part.count[0])] for name, c in part.columns.items()}, clients)
+        yield [
+            {name: np.asarray(column)[0, : int(part.count[0])] for name, column in part.columns.items()}
             for part in (cohort.support, cohort.query)
-        )
-        yield support, query
+        ]
 
 
 def _measure_person(
-    support: _Person, query: _Person, models: Models, learning: PersonalWords, spelling: Spelling
+    clients: Sentences, support: Columns, query: Columns, models: Models, learning: PersonalWords, spelling: Spelling
 ) -> tuple[dict[str, np.ndarray], tuple[int, int], bool]:
     """Return the person's sums, how many hits personal suggestions lost and won, and whether they repeat sentences."""
-    nobody, support_sentences = PersonalWords(query.vocabulary), set()
-    first_oov = query.vocabulary.first_oov
-    for k, probabilities in enumerate(predict_sentences(support.columns, models.personal)):
-        words, ended = support.words(k)
+    nobody, support_sentences = PersonalWords(clients.vocabulary), set()
+    first_oov = clients.vocabulary.first_oov
+    for k, probabilities in enumerate(predict_sentences(support, models.personal)):
+        words, ended = _read_words(clients, support, k)
         learning.learn(words, expected_counts(probabilities, first_oov), ended=ended)
         support_sentences.add(tuple(words))
     frozen = learning.copy()
     tallies = {name: np.zeros((5, 2)) for name in (IMPERSONAL, FROZEN, PERSONAL, *models.baselines)}
     lost = won = repeated = 0
-    baseline_rows = [predict_sentences(query.columns, model) for model in models.baselines.values()]
-    base = None if models.anybody is models.personal else predict_sentences(query.columns, models.personal)
-    for k, probabilities in enumerate(predict_sentences(query.columns, models.anybody)):
+    baseline_rows = [predict_sentences(query, model) for model in models.baselines.values()]
+    base = None if models.anybody is models.personal else predict_sentences(query, models.personal)
+    for k, probabilities in enumerate(predict_sentences(query, models.anybody)):
         personal = probabilities if base is None else next(base)
-        words, ended = query.words(k)
+        words, ended = _read_words(clients, query, k)
         repeated += len(words) >= LEAST_REPEATED and tuple(words) in support_sentences
         hits = {}
         for name, person, rows in (
@@ -317,7 +305,7 @@ def _measure_person(
             # Counted n-grams guess only words: all words outside the vocabulary together would often come first.
             bucket = np.zeros(len(shares)) if name in (BIGRAMS, TRIGRAMS) else _largest_bucket(shares, first_oov)
             measure_sentence(tallies[name], predicted, _targets(nobody, words, ended), spelling, (), bucket)
-    return tallies, (lost, won), repeated >= REPEATED * len(query)
+    return tallies, (lost, won), repeated >= REPEATED * len(query["target"])
 
 
 def _largest_bucket(probabilities: np.ndarray, first_oov: int) -> np.ndarray:
@@ -341,7 +329,7 @@ def model_predictions(algorithm: Algorithm, params: Any, local: Any) -> Predict:
     """
     compiled = _compile(algorithm)
 
-    def predict(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    def predict(columns: Columns) -> np.ndarray:
         inputs = {name: columns[name] for name in ("word", "oov", "pair")}
         return np.asarray(compiled(params, local, inputs))
 
@@ -374,13 +362,17 @@ class CountedWords:
         total, kinds = max(1, self.uses.sum()), np.count_nonzero(self.uses)
         self._unigrams = (np.maximum(self.uses - DISCOUNT, 0) + DISCOUNT * kinds / self._ids + 1e-9) / (total + 1e-9)
 
-    def _contexts(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _contexts(self, columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the last word but one, the last word and the next, of (sentences, L); words outside are one."""
         last = np.minimum(input_ids(columns, self._vocab_size), self._ids - 1).astype(np.int64)
         before = np.pad(last[:, :-1], [(0, 0), (1, 0)])
         return before, last, np.minimum(columns["target"], self._ids - 1)
 
-    def predict(self, columns: Mapping[str, np.ndarray], order: int) -> np.ndarray:
+    def models(self) -> dict[str, Predict]:
+        """Return what predicts by bigrams and by trigrams, by name."""
+        return {name: functools.partial(self.predict, order=order) for name, order in ((BIGRAMS, 2), (TRIGRAMS, 3))}
+
+    def predict(self, columns: Columns, order: int) -> np.ndarray:
         """Return probabilities of (sentences, L, ids), words outside the vocabulary last.
 
         Args:
@@ -428,8 +420,8 @@ def word_baselines(train: Sentences, measured: Sentences, split: Split) -> dict[
     hits, number = np.zeros(3, int), 0
     most_used = 1 + int(np.argmax(counted.uses[1 : words + 1]))
     for _, query in _people(measured, split):
-        for begin in range(0, len(query), SENTENCES_AT_ONCE):
-            columns = {name: column[begin : begin + SENTENCES_AT_ONCE] for name, column in query.columns.items()}
+        for begin in range(0, len(query["target"]), SENTENCES_AT_ONCE):
+            columns = {name: column[begin : begin + SENTENCES_AT_ONCE] for name, column in query.items()}
             in_vocabulary = (columns["target"] > 0) & (columns["target"] <= words)
             target = columns["target"][in_vocabulary]
             best = [1 + counted.predict(columns, order)[in_vocabulary][:, 1 : words + 1].argmax(1) for order in (2, 3)]

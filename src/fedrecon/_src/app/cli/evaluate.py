@@ -47,12 +47,8 @@ def run(args: Evaluate) -> int:
     """Evaluate and print."""
     from fedrecon._src.app.experiment import users_of_run, with_columns
     from fedrecon._src.core.display import bars
-    from fedrecon._src.recommend.evaluation_table import (
-        measure_baselines,
-        measure_personal,
-        summarize,
-    )
-    from fedrecon._src.recommend.recipe import build_layout, make_evaluator
+    from fedrecon._src.recommend.evaluation_table import measure_model, summarize
+    from fedrecon._src.recommend.recipe import build_layout
     from fedrecon._src.recommend.saved_models import open_model
     from fedrecon._src.recommend.stopping import evaluation_failed, say_how_to_test_more
     from fedrecon._src.recommend.tasks import Users
@@ -77,16 +73,14 @@ def run(args: Evaluate) -> int:
         config, users = model.config, Users(file_data.clients, file_data.clients, file_data.clients)
         title, part = f"{task.people} of {file}", "test"
     users = Users(*(task.view(model.config, part) for part in users))
-    algorithm = model.algorithm
-    evaluator = make_evaluator(config, algorithm, users, build_layout(config, algorithm.model), part)
-    if evaluator is None:
+    if not len(getattr(users, part)):
         advice = f"{say_how_to_test_more(config)} To evaluate on others, give their data with --{task.name} FILE."
         raise ValueError(f"the run in {args.run} has no {part} {task.people}. {advice}")
-    evaluation = evaluator(model.params, progress=bars)
-    evaluation = task.add_metrics(config, algorithm, model.params, getattr(users, part), evaluation)
+    place = build_layout(config, model.algorithm.model)
+    evaluation, table, personal = measure_model(
+        config, model, users, part, trained=file is None, place=place, progress=bars
+    )
     failed = evaluation_failed(evaluation, task.people)
-    table = measure_baselines(config, model, users, part, trained=file is None)
-    personal = measure_personal(model, algorithm, users, part, trained=file is None, progress=bars)
     if args.json:
         why = failed or model.failed
         print(json.dumps(without_nan({**summarize(evaluation, table, personal), **({"failed": why} if why else {})})))
