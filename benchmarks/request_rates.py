@@ -49,12 +49,18 @@ def write_request(method, path, headers, data=b""):
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data
 
 
+def served_plan(length, dtype, reports_per_day):
+    """Return a plan of one round with open sums."""
+    about = {"format": "fedrecon-device-plan", "protocol": "open", "algorithm": "", "rounds": 1, "least": 1}
+    return ServedPlan(**about, length=length, dtype=dtype, reports_per_day=reports_per_day)
+
+
 def node_jobs():
     """Yield jobs of a node that signs its requests."""
     node_keys.REQUESTS_PER_SECOND = node_keys.BURST = 1e9
     key, board = Ed25519PrivateKey.generate(), TaskBoard()
     number = board.number_of(node_keys.public_bytes(key))
-    plan = ServedPlan(b"", "", 1, 1, "float32", 1, 1, None)
+    plan = served_plan(1, "float32", 1)
     api = Api(plan, board, node_keys.Verifier(None), Limits(max(SIZES)))
 
     def sign(method, path, data=b""):
@@ -79,7 +85,7 @@ def device_jobs(folder):
         return {"Authorization": f"Bearer {issue_token(secret, f'device-{k}')}"}
 
     for size in SIZES:
-        api = DeviceApi(ServedPlan(b"", "", 1, size // 4, "uint32", 1, 10, None), secret)
+        api = DeviceApi(served_plan(size // 4, "uint32", 10), secret)
         api.run = "run"
         spool = Spool(folder / f"spool-{size}", size)
         current = OpenRound(0, b"", b"", spool, 10**9, time.monotonic() + 3600)

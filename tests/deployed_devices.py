@@ -19,7 +19,7 @@ from deployed import deployed
 from device_models import default_model
 from fedrecon._src.algorithms.algorithm import with_params
 from fedrecon._src.core.pytrees import flatten
-from fedrecon._src.deploy.device_rounds import DevicePace, Start, serve_devices
+from fedrecon._src.deploy.device_rounds import Start, serve_devices
 from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
@@ -31,7 +31,7 @@ from fedrecon._src.device.web_page import page_files
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, read_sum_plan
 from fedrecon._src.recommend.rating_model import constant_parameters
 from fedrecon._src.recommend.tasks import build_algorithm
-from fedrecon.deploy import InProcess, Node, issue_token, plan_for
+from fedrecon.deploy import InProcess, Node, Pace, issue_token, plan_for
 
 ROOT = Path(__file__).parent.parent
 WEB, SCRIPTS = ROOT / "tests" / "web", ROOT / "src-device" / "fedrecon_device" / "web"
@@ -88,7 +88,7 @@ def coordinating(bundle, start, folder, reports=LEAST):
     """Train over devices; yields the coordinator's address and a list that gets its result, or what it raised."""
     plan, results = read_served_plan(bundle), []
     api = DeviceApi(plan, SECRET, retry=0.2)
-    pace = DevicePace(reports, 180, 180, 0.2)
+    pace = Pace(reports, deadline=180, patience=180)
 
     def train(connection):
         try:

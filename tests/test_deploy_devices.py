@@ -28,13 +28,13 @@ from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.factories import recipe_of
 from fedrecon._src.deploy import device_rounds, devices, tokens
-from fedrecon._src.deploy.device_rounds import DevicePace, serve_devices
+from fedrecon._src.deploy.device_rounds import serve_devices
 from fedrecon._src.deploy.devices import DeviceApi, OpenRound, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server
 from fedrecon._src.deploy.http_server import run_service
 from fedrecon._src.deploy.node_keys import Verifier, public_bytes
-from fedrecon._src.deploy.registry import NotEnoughNodes
+from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, read_sum_plan
 from fedrecon._src.storage.atomic import StorageError
 from fedrecon._src.storage.manifest import read_manifest, write_manifest
@@ -169,7 +169,7 @@ def test_tokens_that_admit_nobody(token, problem, opened):
     time.sleep(1.1 if problem == "expired-token" else 0)
     with pytest.raises(tokens.AdmissionError) as caught:
         tokens.device_of(SECRET, token)
-    assert caught.value.problem == problem
+    assert caught.value.reason == problem
     http = opened[0]
     for path in ("/v1/plan", "/v1/check-in", "/v1/broadcasts/" + "0" * 64):
         assert refusal(http.call("GET", path, token=token or "nothing")) == (401, problem)
@@ -352,7 +352,7 @@ def training(api, folder, helper, **options):
 
     def run():
         try:
-            pace = DevicePace(**{"reports": 4, "deadline": 30, "patience": 30, "retry": 1} | options.pop("pace", {}))
+            pace = Pace(**{"per_round": 4, "deadline": 30, "patience": 30} | options.pop("pace", {}))
             results.append(serve_devices(api, start_of(), fr.RunFolder(folder), helper, pace, seed=5, **options))
         except Exception as error:
             results.append(error)
@@ -477,7 +477,7 @@ def test_too_few_readable_reports_leave_the_round_open(plan, tmp_path):
     http = Devices(api)
     with (
         helping(tmp_path / "bundle", tmp_path / "helper") as helper,
-        training(api, tmp_path / "run", helper, pace={"reports": 3}) as results,
+        training(api, tmp_path / "run", helper, pace={"per_round": 3}) as results,
     ):
         wait_until(lambda: api._round is not None)
         task = http.call("GET", "/v1/check-in", "liar").json()
@@ -526,7 +526,7 @@ def test_a_round_is_closed_at_its_deadline_if_there_are_enough(plan, tmp_path):
     http = Devices(api)
     with (
         helping(tmp_path / "bundle", tmp_path / "helper") as helper,
-        training(api, tmp_path / "run", helper, pace={"reports": 100, "deadline": 0.3}) as results,
+        training(api, tmp_path / "run", helper, pace={"per_round": 100, "deadline": 0.3}) as results,
     ):
         for number in range(2):
             wait_until(lambda n=number: api._round is not None and api._round.number == n)
@@ -535,7 +535,7 @@ def test_a_round_is_closed_at_its_deadline_if_there_are_enough(plan, tmp_path):
 
 
 def test_another_algorithm_or_folder_is_refused(plan, tmp_path):
-    pace, other = DevicePace(), start_of(algorithm_of(bits=20))
+    pace, other = Pace(), start_of(algorithm_of(bits=20))
     api = DeviceApi(plan, SECRET)
     with pytest.raises(StorageError, match="the plan is for the algorithm"):
         serve_devices(api, other, fr.RunFolder(tmp_path / "run"), None, pace)
@@ -543,7 +543,7 @@ def test_another_algorithm_or_folder_is_refused(plan, tmp_path):
         serve_devices(api, start_of(), fr.RunFolder(tmp_path / "run"), None, pace)
     plan = write_plan(tmp_path / "recipe", ALGORITHM, aggregator=recipe_of(ALGORITHM.aggregator))
     with pytest.raises(ValueError, match=r"--per-round must be at most 50, .* \(got 51\)"):
-        serve_devices(DeviceApi(plan, SECRET), start_of(), fr.RunFolder(tmp_path / "run"), None, DevicePace(51))
+        serve_devices(DeviceApi(plan, SECRET), start_of(), fr.RunFolder(tmp_path / "run"), None, Pace(51))
     for change in ({"rounds": 0}, {"limits": {}}, {"sum": {"protocol": "open"}}, {"format": "x"}, {"vector": None}):
         with pytest.raises(StorageError, match=r"plan\.json"):
             write_plan(tmp_path / "other", ALGORITHM, **change)
@@ -703,12 +703,12 @@ def test_sums_with_other_noise_than_promised_are_refused_before_training(tmp_pat
     algorithm = noised_algorithm(least)
     plan, folder = write_noised_plan(tmp_path / "bundle", algorithm, **noise), fr.RunFolder(tmp_path / "run")
     with connect(1) as nobody, pytest.raises(ValueError, match=message):
-        serve_devices(DeviceApi(plan, SECRET), start_of(algorithm), folder, nobody, DevicePace(reports, patience=1))
+        serve_devices(DeviceApi(plan, SECRET), start_of(algorithm), folder, nobody, Pace(reports, patience=1))
 
 
 def test_what_the_noise_promises_is_said_and_saved(tmp_path):
     algorithm, remarks = noised_algorithm(LEAST), []
-    plan, pace = write_noised_plan(tmp_path / "bundle", algorithm), DevicePace(patience=0.1)
+    plan, pace = write_noised_plan(tmp_path / "bundle", algorithm), Pace(patience=0.1)
     folder = fr.RunFolder(tmp_path / "run")
     with connect(1) as nobody, pytest.raises(NotEnoughNodes):
         serve_devices(DeviceApi(plan, SECRET), start_of(algorithm), folder, nobody, pace, say=remarks.append)
@@ -727,7 +727,7 @@ def test_the_noise_in_a_sum_has_the_promised_variance_and_is_counted(tmp_path):
     plan, length = write_noised_plan(tmp_path / "bundle", algorithm), share.length
     sums = []
     for _ in range(400):
-        reports = [add_noise(np.zeros(length, np.uint32), plan.noise["variance"]) for _ in range(LEAST)]
+        reports = [add_noise(np.zeros(length, np.uint32), plan.variance) for _ in range(LEAST)]
         total = np.sum(reports, 0, dtype=np.uint32)
         sums.append(total.astype(np.int32) * share.grid.step)
     # In units of the clipping norm (1), plus what rounding may add to a report.

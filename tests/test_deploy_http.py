@@ -166,7 +166,7 @@ def test_a_key_that_asks_too_often_is_slowed_down(monkeypatch):
         knock()
     with pytest.raises(AdmissionError) as refused:
         knock()
-    assert refused.value.problem == "too-many"
+    assert refused.value.reason == "too-many"
 
 
 def test_nonces_are_kept_as_long_as_their_request_could_count(monkeypatch):

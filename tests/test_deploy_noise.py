@@ -64,17 +64,18 @@ def test_without_its_noise_the_sum_of_integers_is_that_of_clipped_changes(files,
     np.testing.assert_allclose(parameters(by_nodes), parameters(by_server), atol=2e-3)
 
 
-def test_the_least_nodes_together_have_the_noise_that_is_promised():
+def test_the_least_nodes_together_have_the_noise_that_is_promised(monkeypatch):
     plan = private_plan(**SECURE)
     shapes = plan_privacy.parts_of(plan.algorithm)
     zeros = Total(
         {name: {path: np.zeros(v.shape, np.uint32) for path, v in part.items()} for name, part in shapes.items()}, {}
     )
     share, rng = plan.algorithm.aggregator.share(shapes), np.random.default_rng(0)
+    monkeypatch.setattr(plan_privacy, "system_generator", lambda: rng)
     assert share.least == 3
     sums = []
     for _ in range(300):
-        nodes = [plan_privacy.add_node_noise(plan.algorithm, zeros, lambda: rng).parts["delta"] for _ in range(3)]
+        nodes = [plan_privacy.add_node_noise(plan.algorithm, zeros).parts["delta"] for _ in range(3)]
         total = sum(np.concatenate([values.reshape(-1) for values in node.values()]) for node in nodes)
         sums.append(total.astype(np.int32).astype(float))
     assert np.std(sums) == pytest.approx(0.7 * share.steps, rel=0.02)
@@ -143,7 +144,7 @@ def test_participation_does_not_follow_from_the_seed():
     ("privacy", "options", "says"),
     [
         ({}, {"users": 0}, "give --users"),
-        ({}, {"least_users": 2}, "set `least_users` to 1"),
+        ({}, {"least_users": 2}, "`least_users`: must be 1"),
         ({"correlated": 2}, {}, "leave out correlated"),
         ({"clip_quantile": 0.5}, SECURE, "leave out correlated and clip_quantile"),
         ({"epsilon": 1e-7, "delta": 1e-12, "noise_multiplier": None}, SECURE, "no amount of noise gives epsilon 1e-07"),
@@ -172,6 +173,9 @@ def recipe_plan(privacy=None, **options):
 class NoNoise:
     """A generator that draws nothing but zeros."""
 
+    def random(self, size):
+        return np.zeros(size)
+
     def poisson(self, rate, size):
         return np.zeros(size, np.int64)
 
@@ -179,11 +183,14 @@ class NoNoise:
         return np.zeros(size)
 
 
-def ask_round_zero(zero, users, generator):
+def ask_round_zero(zero, users):
+    """Ask all questions; no noise is drawn."""
     state = zero.start()
-    while not state.done:
-        parts = [plan_privacy.answer_round_zero(zero, state, part, generator) for part in users]
-        state = plan_privacy.advance_round_zero(zero, state, parts, len(users), generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_privacy, "system_generator", NoNoise)
+        while not state.done:
+            parts = [plan_privacy.answer_round_zero(zero, state, part) for part in users]
+            state = plan_privacy.advance_round_zero(zero, state, parts, len(users))
     return state
 
 
@@ -191,7 +198,7 @@ def ask_round_zero(zero, users, generator):
 def test_round_zero_over_nodes_is_that_of_the_simulation_if_no_noise_is_drawn(options, tolerance, files):
     plan = recipe_plan(**options)
     nodes = [plan.read_file(part).users.train for part in files[1]]
-    estimate = ask_round_zero(plan.zero, nodes, NoNoise).estimate
+    estimate = ask_round_zero(plan.zero, nodes).estimate
     zero = dataclasses.replace(plan.zero, hosts=0)
     union = plan.read_file(files[0]).users.train
     assert sum(map(len, nodes)) == len(union) == zero.clients
@@ -202,12 +209,13 @@ def test_round_zero_over_nodes_is_that_of_the_simulation_if_no_noise_is_drawn(op
 
 
 @pytest.mark.parametrize("options", [{}, SECURE], ids=["noise of the server", "noise of the nodes"])
-def test_the_answers_of_round_zero_have_the_noise_that_is_promised(options, files):
+def test_the_answers_of_round_zero_have_the_noise_that_is_promised(options, files, monkeypatch):
     zero, nobody = recipe_plan(**options).zero, xy(([1], [2])).take(np.zeros(1, bool))
     state, rng = zero.start(), np.random.default_rng(0)
+    monkeypatch.setattr(plan_privacy, "system_generator", lambda: rng)
     sums = []
     for _ in range(40):
-        total = sum(plan_privacy.answer_round_zero(zero, state, nobody, lambda: rng)["answer"] for _ in range(3))
+        total = sum(plan_privacy.answer_round_zero(zero, state, nobody)["answer"] for _ in range(3))
         if zero.hosts:
             share = zero.share_of_noise(state)
             sums.append(restore(share.grid, total))
@@ -228,7 +236,7 @@ def test_all_of_round_zero_is_accounted_for_and_one_question_twice(files):
     assert sum(cost[:4]) == pytest.approx(plan.round_zero_noise**-2)
     assert cost[4] == max(cost[:4])
     assert releases[-1] == plan.release._replace(rounds=2)
-    result = plan.zero.read_result(plan.zero.to_bytes(ask_round_zero(plan.zero, nodes, NoNoise)))
+    result = plan.zero.read_result(plan.zero.to_bytes(ask_round_zero(plan.zero, nodes)))
     assert plan.prepared(result).release == plan.release
 
 
@@ -265,7 +273,7 @@ def test_a_rough_number_of_users_is_corrected_by_what_they_answer(files):
     for users in (24, 32):
         plan = recipe_plan(users=users)
         nodes = [plan.read_file(part).users.train for part in files[1]]
-        state = ask_round_zero(dataclasses.replace(plan.zero, noise_multiplier=1e-3), nodes, NoNoise)
+        state = ask_round_zero(dataclasses.replace(plan.zero, noise_multiplier=1e-3), nodes)
         means.append(state.estimate.mean)
         assert state.bounds.clients == pytest.approx(14, rel=0.01)
     assert means[0] == pytest.approx(means[1], rel=0.01)
@@ -288,7 +296,7 @@ def test_without_noise_drawn_both_ways_to_add_it_train_the_same_recipe(files, tm
     for module in (fixed_point, plan_privacy):
         monkeypatch.setattr(module, "draw", lambda share, *rest: np.zeros(share.length, WIDTHS[share.grid.bits][1]))
     monkeypatch.setattr(gaussian, "draw_noise", lambda like, deviation, key: jax.tree.map(jnp.zeros_like, like))
-    monkeypatch.setattr(plan_privacy.advance_round_zero, "__defaults__", (NoNoise,))
+    monkeypatch.setattr(plan_privacy, "system_generator", NoNoise)
     by_nodes, by_server = (
         deployed(recipe_plan(**options), grid_of(files[1]), tmp_path / str(len(options))) for options in (SECURE, {})
     )

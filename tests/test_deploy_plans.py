@@ -279,14 +279,14 @@ def test_a_server_cannot_invent_a_node(files, signing_keys, tmp_path):
     terms = secure_sum.plan(3, length_of(shapes_of(plan, "train")), bits=64, round=0, circle=3, threshold=2)
     hellos = []
     for k in range(3):
-        invented._key = signing_keys[2]
+        invented.key = signing_keys[2]
         for message in (
             Envelope("join", plan.digest, "run", 0, {}, plan.content),
             Envelope("advertise", plan.digest, "run", 0, {"purpose": "train", "me": k}, terms.to_bytes()),
         ):
             reply = unpack(grid.handlers[k](pack(message)), 2**20)
             assert reply.kind == "ok"
-            invented._key = signing_keys[3]  # after it has joined: the server has no key of the list
+            invented.key = signing_keys[3]  # after it has joined: the server has no key of the list
         hellos.append((k, reply.body))
     _, rosters = secure_sum.introduce(terms, hellos)  # a server that does not look at signatures
     for k in range(2):

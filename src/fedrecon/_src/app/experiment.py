@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +52,7 @@ from fedrecon._src.simulation.multihost import (
 from fedrecon._src.simulation.training import Callback, RecordCallback, Run
 from fedrecon._src.storage.atomic import StorageError, find_complete
 from fedrecon._src.storage.ownership import RUN
-from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint
-from fedrecon._version import __version__
+from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint, package_versions, timestamp
 
 Say = Callable[[str], None]
 
@@ -266,7 +263,7 @@ def run_experiment(
     folder.checkpoint_every = config.checkpoint_every
     with folder.lock():
         earlier = broadcast(lambda: None if overwrite else run_to_resume(config, folder, resume))
-        check_same(_settings(config) | _versions())
+        check_same(_settings(config) | package_versions(jax, np, optax))
         start_same_devices(config, folder, earlier, say)
         task = task_of(config)
         data = task.load(config, progress)
@@ -326,7 +323,7 @@ def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: Run
     folder.describe(
         facts
         | {
-            "ended": _now(),
+            "ended": timestamp(),
             "rounds": run.rounds,
             "interrupted": run.interrupted,
             "failed": failed,
@@ -405,23 +402,18 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
         "made_by": made_by,
         "config": to_json(config),
         "seed": config.seed,
-        "versions": _versions(),
+        "versions": package_versions(jax, np, optax),
         "data": {
             "source": config.data.source,
             "path": str(source.resolve()) if source.exists() else None,
             "fingerprint": fingerprint,
         },
-        "started": earlier.get("started") if earlier else _now(),
-        "resumed": [*earlier["resumed"], _now()] if earlier else [],
+        "started": earlier.get("started") if earlier else timestamp(),
+        "resumed": [*earlier["resumed"], timestamp()] if earlier else [],
         **dict.fromkeys(
             ("ended", "rounds", "interrupted", "failed", "updates", "privacy", "stopped", "best_round", "test")
         ),
     }
-
-
-def _versions() -> dict[str, str]:
-    numeric = {module.__name__: module.__version__ for module in (jax, np, optax)}
-    return {"python": platform.python_version(), "fedrecon": __version__, **numeric}
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -436,7 +428,3 @@ def _located(config: Config, facts: dict[str, Any]) -> Config:
         name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)
     }
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 Advance = Callable[..., None]
+Say = Callable[[str], None]  # is called with remarks for people
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 

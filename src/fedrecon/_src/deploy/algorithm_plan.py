@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
@@ -21,21 +21,15 @@ from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
+from fedrecon._src.core.display import Say
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.deploy.plan import NodeData, Plan, PlanError
-from fedrecon._src.recommend.config import Reading
+from fedrecon._src.recommend.config import Rule
 from fedrecon._src.recommend.tasks import Measure, Users
 from fedrecon._src.simulation.divergence import find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 
 NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "min_examples")
-
-
-class OperatorCode(NamedTuple):
-    """What a node's operator imports from code of their own: the algorithm, and the node's clients, if it has any."""
-
-    algorithm: Algorithm
-    clients: Clients | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,19 +53,17 @@ class AlgorithmPlan(Plan):
     """
 
     kind: ClassVar[str] = "algorithm"
-    types: ClassVar[Mapping[str, type]] = {"algorithm": str, "columns": dict, "fractions": list, "lookups": dict} | (
-        dict.fromkeys(NUMBERS, int)
-    )
 
     trained: Algorithm
     columns: Mapping[str, Sequence[Any]]
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
     split_seed: int = 0
 
-    def rules(self) -> dict[str, bool]:
-        """Return what must hold for the settings."""
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for options that must fit together."""
         shares = len(self.fractions) == 3 and min(self.fractions) >= 0 and 0 < sum(self.fractions) <= 1 + 1e-9
-        return {**super().rules(), "`fractions` must be three shares that add up to at most 1": shares}
+        yield Rule(not shares, "fractions", "must be three shares that add up to at most 1")
+        yield from super().rules()
 
     @property
     def algorithm(self) -> Algorithm:
@@ -94,10 +86,6 @@ class AlgorithmPlan(Plan):
             **{name: getattr(self, name) for name in NUMBERS},
         }
 
-    def settings(self) -> dict[str, Any]:
-        """Return what `run.json` says about the settings."""
-        return {"config": None, "algorithm": digest(self.trained)}
-
     def about(self) -> str:
         """Say what is trained."""
         return f"an algorithm from this node's operator, with digest {digest(self.trained)[:16]}"
@@ -112,7 +100,7 @@ class AlgorithmPlan(Plan):
         del failed  # the run's own description says it
         save_algorithm(folder, self.trained, params, replace=True)
 
-    def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+    def watch(self, say: Say) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record and warns when a round was lost."""
 
         def look(record: Mapping[str, Any]) -> None:
@@ -139,32 +127,20 @@ class AlgorithmPlan(Plan):
         users = Users(*enough.split_clients(*self.fractions, seed=self.split_seed))
         return NodeData(users, {"clients_below_minimum": len(clients) - sum(map(len, users))})
 
-    def node_data(self, path: Path, reading: Reading, least: int, clients: Clients | None) -> NodeData:
-        """Return the clients that the operator's own code has read."""
-        del path, reading, least
-        assert clients is not None  # or the plan could not have been read
-        return self.split_clients(clients)
-
     @classmethod
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> AlgorithmPlan:
         """Undo `subject`, with the operator's algorithm."""
         if algorithm is None:
-            raise PlanError(
-                f"this plan is for an algorithm made in Python, digest {values['algorithm'][:16]}: name it "
-                "with --algorithm package.module:function"
-            )
+            plan = f"this plan is for an algorithm made in Python, digest {values['algorithm'][:16]}"
+            raise PlanError(f"{plan}: name it with --algorithm package.module:function")
         lookups = {str(path): tuple(map(str, features)) for path, features in values["lookups"].items()}
         made = with_lookups(algorithm, lookups)
         if digest(made) != values["algorithm"]:
-            raise PlanError(
-                f"the plan is for the algorithm {values['algorithm'][:16]}, and the one given here is "
-                f"{digest(made)[:16]}: their recipes, shapes or lookups differ"
-            )
-        numbers = {name: values[name] for name in NUMBERS}
+            digests = f"{values['algorithm'][:16]}, and the one given here is {digest(made)[:16]}"
+            raise PlanError(f"the plan is for the algorithm {digests}: their recipes, shapes or lookups differ")
+        numbers = {name: values[name] for name in NUMBERS} | {"split_seed": int(values["split_seed"])}
         fractions = tuple(map(float, values["fractions"]))
-        lengths = lengths_for(numbers["max_examples"], made.method.needs)
-        columns = {str(name): list(kind) for name, kind in values["columns"].items()}
-        return cls(trained=made, columns=columns, fractions=fractions, lengths=lengths, **numbers, **options)  # type: ignore[arg-type]
+        return _make_plan(made, values["columns"], fractions=fractions, **numbers, **options)
 
 
 def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **options: Any) -> AlgorithmPlan:
@@ -188,9 +164,12 @@ def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **opti
     clients = as_clients(examples)
     made = decide_lookups(algorithm, clients)
     made = with_lookups(made, lookup_groups(made.model)) if made.model.lookups else made
-    largest = options.get("max_examples", AlgorithmPlan.max_examples)
-    lengths = lengths_for(largest, made.method.needs)
-    return AlgorithmPlan(trained=made, columns=columns_of(clients), lengths=lengths, **options)
+    return _make_plan(made, columns_of(clients), **options)
+
+
+def _make_plan(algorithm: Algorithm, columns: Mapping[str, Sequence[Any]], **options: Any) -> AlgorithmPlan:
+    lengths = lengths_for(options.get("max_examples", AlgorithmPlan.max_examples), algorithm.method.needs)
+    return AlgorithmPlan(trained=algorithm, columns=columns, lengths=lengths, **options)
 
 
 def columns_of(clients: Clients) -> dict[str, list[Any]]:
@@ -199,10 +178,10 @@ def columns_of(clients: Clients) -> dict[str, list[Any]]:
 
 
 @functools.lru_cache(maxsize=8)
-def import_algorithm(name: str, source: Path | None) -> OperatorCode:
-    """Call the function that an operator names, `package.module:function`, with the node's own file.
+def import_algorithm(name: str, source: Path | None) -> tuple[Algorithm, Clients | None]:
+    """Return the algorithm, and the node's clients, of code that an operator names as `package.module:function`.
 
-    The server calls it with None, and uses only the algorithm.
+    The function is called with the node's own file; by the server with None, which uses only the algorithm.
 
     Raises:
       PlanError: there is no such function, or it does not return an algorithm and clients.
@@ -218,4 +197,4 @@ def import_algorithm(name: str, source: Path | None) -> OperatorCode:
         raise PlanError(f"{name}({source}) fails with {type(error).__name__}: {error}") from error
     if not isinstance(code, tuple) or len(code) != 2 or not isinstance(code[0], Algorithm):
         raise PlanError(f"{name} must return (algorithm, clients) (got {type(code).__name__})")
-    return OperatorCode(*code)
+    return code

@@ -103,10 +103,11 @@ def check_node(folder: Path, name: str) -> None:
 def check_server(certificate: Path, key: Path, authority: Path) -> None:
     """Raise a `ValueError` unless nodes that trust the authority can trust a server with this certificate and key."""
     from cryptography.exceptions import InvalidSignature
+    from cryptography.x509 import load_pem_x509_certificate
 
     issued, _ = _read_pair(certificate, key)
     try:
-        issued.verify_directly_issued_by(_read_certificate(authority))
+        issued.verify_directly_issued_by(_read(authority, load_pem_x509_certificate))
     except (ValueError, TypeError, InvalidSignature):
         raise ValueError(f"{certificate} was not signed by {authority}, so no node would trust this server") from None
 
@@ -158,17 +159,13 @@ def _is_address(host: str) -> bool:
 
 def _read_pair(certificate: Path, key: Path) -> tuple[Any, Any]:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.x509 import load_pem_x509_certificate
 
-    public, private = _read_certificate(certificate), _read(key, lambda content: load_pem_private_key(content, None))
+    public = _read(certificate, load_pem_x509_certificate)
+    private = _read(key, lambda content: load_pem_private_key(content, None))
     if private.public_key() != public.public_key():
         raise ValueError(f"{key} is not the key of {certificate}; use two files that were made together")
     return public, private
-
-
-def _read_certificate(path: Path) -> Any:
-    from cryptography.x509 import load_pem_x509_certificate
-
-    return _read(path, load_pem_x509_certificate)
 
 
 def _read(path: Path, load: Callable[[bytes], Any]) -> Any:

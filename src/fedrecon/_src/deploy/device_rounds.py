@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
-import jax
 import numpy as np
 from safetensors.numpy import save
 
-from fedrecon._src.algorithms.algorithm import Algorithm, ServerState, with_params
-from fedrecon._src.algorithms.rounds import server_round, total_shapes
+from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.algorithms.saving import DESCRIPTION, load_algorithm, save_algorithm
 from fedrecon._src.algorithms.saving import digest as digest_of
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.display import Say
 from fedrecon._src.core.factories import follow
-from fedrecon._src.core.keys import fresh_key, round_key, run_keys, words_of
+from fedrecon._src.core.keys import round_key, words_of
 from fedrecon._src.core.pytrees import flatten
-from fedrecon._src.deploy.coordinator import ServeResult, describe_round, run_facts, timestamp
+from fedrecon._src.deploy.coordinator import ServeResult, Training, begin_run
 from fedrecon._src.deploy.devices import DeviceApi, OpenRound, ServedPlan
 from fedrecon._src.deploy.http_client import Conflict, Connection, backoff
-from fedrecon._src.deploy.registry import MAX_SECONDS, NotEnoughNodes
+from fedrecon._src.deploy.plan_privacy import share_of_noise
+from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
 from fedrecon._src.privacy.accounting import epsilon_of
 from fedrecon._src.privacy.noise import ShareOfNoise
 from fedrecon._src.privacy.secure_sum.two_servers import Spool, unmask
@@ -41,29 +41,6 @@ from fedrecon._src.storage.ownership import MODEL
 from fedrecon._src.storage.run_folder import RunFolder, find_part
 
 SPOOL, BATCH, BATCH_FORMAT = "reports.spool", "batch.json", Format("fedrecon-device-batch", 1)  # in the run's folder
-
-
-@dataclass(frozen=True)
-class DevicePace:
-    """How rounds over devices are paced.
-
-    Attributes:
-      reports: how many close a round; None for as many as the plan divides by, with noise, else for its least.
-      deadline: seconds after which a round is closed if there are enough for a sum.
-      patience: seconds to wait for that many before giving up.
-      retry: seconds after which a device asks again, on average.
-    """
-
-    reports: int | None = None
-    deadline: float = 3600.0
-    patience: float = 86_400.0
-    retry: float = 60.0
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_number("reports", self.reports, least=1)
-        for name in ("deadline", "patience", "retry"):
-            check_number(name, getattr(self, name), least=1e-3, most=MAX_SECONDS)
 
 
 LIARS = (0.0, 0.1, 0.25, 0.5)  # shares of the reports of a round for which the guarantee is computed
@@ -118,12 +95,12 @@ def serve_devices(
     start: Start,
     folder: RunFolder,
     helper: Connection | None,
-    pace: DevicePace,
+    pace: Pace,
     *,
     seed: int = 0,
     resume: bool = False,
     on_record: Callable[[dict[str, Any]], None] = lambda record: None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> ServeResult:
     """Train over devices, and write what `fedrecon train` writes.
 
@@ -145,62 +122,53 @@ def serve_devices(
     """
     if (actual := digest_of(start.algorithm)) != api.plan.algorithm:
         raise StorageError(f"the plan is for the algorithm {api.plan.algorithm[:16]}, and this is {actual[:16]}")
-    if pace.reports is not None and api.plan.clients is not None and pace.reports > api.plan.clients:
+    if pace.per_round is not None and api.plan.clients is not None and pace.per_round > api.plan.clients:
         limit = f"{api.plan.clients}, for which the plan's sums have room"
-        raise ValueError(f"--per-round must be at most {limit} (got {pace.reports})")
-    if api.plan.per_round is not None and pace.reports not in (None, api.plan.per_round):
+        raise ValueError(f"--per-round must be at most {limit} (got {pace.per_round})")
+    if api.plan.per_round is not None and pace.per_round not in (None, api.plan.per_round):
         reason = f"{api.plan.per_round}, by which the plan divides sums with noise"
-        raise ValueError(f"--per-round must be {reason} (got {pace.reports})")
+        raise ValueError(f"--per-round must be {reason} (got {pace.per_round})")
     if (helper is None) != (api.plan.sums is None):
         raise ValueError(f"`helper` must be {'given' if helper is None else 'None'}: the plan says how sums are made")
     with folder.lock():
         noise = _noise_of(api.plan, start.algorithm, pace, say)
-        facts = run_facts(api.plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, folder, resume)
-        folder.describe(facts)
+        facts = begin_run(folder, api.plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, resume)
         api.run, api.folder = facts["deployment"]["run"], folder.path
-        rounds = _Rounds(api, start, folder, helper, pace, facts["seed"], say)
+        training = Training(start.algorithm, folder, facts["seed"], noised=noise is not None, params=start.params)
+        api.done = training.done
+        rounds = _Rounds(api, training, helper, pace, say)
         interrupted = False
         try:
-            while rounds.done < api.plan.rounds:
-                record = rounds.run_next()
-                on_record(record)
+            while training.done < api.plan.rounds:
+                on_record(rounds.run_next())
         except KeyboardInterrupt:
             interrupted = True
         finally:
             api.close()
-        params = rounds.params()
-        start.save(folder=folder.model_path, params=params)
-        folder.describe(facts | {"ended": timestamp(), "rounds": rounds.done, "interrupted": interrupted})
-        return ServeResult(params, rounds.history, rounds.done, None, None, interrupted)
+        start.save(folder=folder.model_path, params=training.params())
+        return training.end(facts, interrupted)
 
 
-def _reports_of(plan: ServedPlan, pace: DevicePace) -> int:
+def _reports_of(plan: ServedPlan, pace: Pace) -> int:
     """Return how many reports close a round."""
-    return max(pace.reports or plan.per_round or plan.least, plan.least)
+    return max(pace.per_round or plan.per_round or plan.least, plan.least)
 
 
-def _share_of_noise(algorithm: Algorithm) -> ShareOfNoise | None:
-    share_of = algorithm.aggregator.share
-    return None if share_of is None else share_of(total_shapes(algorithm).parts)
-
-
-def _noise_of(
-    plan: ServedPlan, algorithm: Algorithm, pace: DevicePace, say: Callable[[str], None]
-) -> dict[str, Any] | None:
+def _noise_of(plan: ServedPlan, algorithm: Algorithm, pace: Pace, say: Say) -> dict[str, Any] | None:
     """Say what the noise of devices promises; None without noise.
 
     Raises:
       StorageError: the plan's devices add other noise than the algorithm says, or a sum of so few reports as the plan
         allows would have less than is promised.
     """
-    share = _share_of_noise(algorithm)
-    if (None if share is None else share.variance) != (None if plan.noise is None else plan.noise["variance"]):
+    share = share_of_noise(algorithm)
+    if plan.variance != (None if share is None else share.variance) or (plan.delta is None) != (share is None):
         raise StorageError("the noise that the plan's devices add is not that of the algorithm; make the bundle again")
-    if share is None or plan.noise is None:
+    if share is None or plan.delta is None:
         return None
     if plan.least < share.least:
         raise StorageError(f"`least` of the plan is {plan.least}; the noise is promised for {share.least} reports")
-    delta = plan.noise["delta"]
+    delta = plan.delta
     promised = epsilon_of([share.release(1.0, plan.rounds)], delta)
     say(
         f"privacy: devices add noise; epsilon is {promised:.3g} at delta {delta:g} after {plan.rounds} rounds, while "
@@ -214,50 +182,32 @@ def _noise_of(
     return {"delta": delta, "epsilon": promised, "least": share.least, "liars": tables}
 
 
+@dataclass(frozen=True)
 class _Rounds:
-    """Training between rounds."""
+    """Rounds of a training over devices."""
 
-    def __init__(
-        self,
-        api: DeviceApi,
-        start: Start,
-        folder: RunFolder,
-        helper: Connection | None,
-        pace: DevicePace,
-        seed: int,
-        say: Callable[[str], None],
-    ):
-        self.api, self.plan, self.folder, self.helper, self.pace = api, api.plan, folder, helper, pace
-        self.algorithm, self.seed, self.say = start.algorithm, seed, say
-        self.share = _share_of_noise(self.algorithm)
-        begun = with_params(self.algorithm.init(run_keys(seed).init), start.params)
-        self.state: ServerState = jax.tree.map(np.asarray, begun)
-        self.done, self.history = 0, list[dict[str, Any]]()
-        if (checkpoint := folder.restore({"server": self.state._asdict(), "kept": ()})) is not None:
-            self.done, saved, self.history = checkpoint
-            self.state = ServerState(**saved["server"])
-        api.done = self.done
+    api: DeviceApi
+    training: Training
+    helper: Connection | None
+    pace: Pace
+    say: Say
 
-    def params(self) -> Any:
-        return jax.tree.map(np.asarray, self.algorithm.params(self.state))
+    @property
+    def plan(self) -> ServedPlan:
+        return self.api.plan
 
     def run_next(self) -> dict[str, Any]:
         """Run one round, save the state after it, and return its record."""
-        began, number = time.monotonic(), self.done
-        self.api.counts.clear()
-        current, batch_size = self._open_batch(number)
+        began, training, counts = time.monotonic(), self.training, self.api.counts
+        counts.clear()
+        current, batch_size = self._open_batch(training.done)
         try:
             total, received, counted = self._collect(current, batch_size)
         finally:
             self.api.close_round(current)
             current.spool.close()
-        key = round_key(self.seed, number) if self.share is None else fresh_key()
-        parts = from_vector(self.plan.complete(total), total_shapes(self.algorithm))
-        state, report = server_round(self.algorithm, self.state, [parts], key)
-        self.state, self.done = jax.tree.map(np.asarray, state), number + 1
-        counts = self.api.counts
         record = {
-            **describe_round(self.algorithm, self.done, report),
+            **training.step([from_vector(self.plan.complete(total), total_shapes(training.algorithm))]),
             "invited": counts["invited"],
             "answered": counted,
             "late": counts["late"],
@@ -266,13 +216,12 @@ class _Rounds:
             "bytes_sent": counts["sent"],
             "bytes_received": counts["received"],
         }
-        if self.share is not None and self.plan.noise is not None:
-            record["epsilon"] = epsilon_of([self.share.release(1.0, self.done)], self.plan.noise["delta"])
-        self.history.append(record)
-        self.folder.record(record)
-        self.folder.checkpoint(self.done, {"server": self.state._asdict(), "kept": ()})
+        if (share := share_of_noise(training.algorithm)) is not None and self.plan.delta is not None:
+            record["epsilon"] = epsilon_of([share.release(1.0, training.done)], self.plan.delta)
+        training.record(record)
+        training.checkpoint()
         current.spool.path.unlink()
-        self.api.done = self.done
+        self.api.done = training.done
         return record
 
     def _open_batch(self, number: int) -> tuple[OpenRound, int | None]:
@@ -281,7 +230,7 @@ class _Rounds:
         Raises:
           StorageError: the round would continue with another broadcast than the one its reports are bound to.
         """
-        file, spool = self.folder.path / BATCH, self.folder.path / SPOOL
+        file, spool = self.training.folder.path / BATCH, self.training.folder.path / SPOOL
         about = read_manifest(file, BATCH_FORMAT) if file.exists() else {}
         is_new = about.get("round") != number
         batch = secrets.token_bytes(16) if is_new else bytes.fromhex(about["batch"])
@@ -307,20 +256,20 @@ class _Rounds:
     def _write_batch(self, current: OpenRound, size: int | None) -> None:
         """Write what a restart needs to know of a round; with the size, once the helper may be asked."""
         about = {"round": current.number, "batch": current.batch.hex(), "broadcast": current.digest, "size": size}
-        write_manifest(self.folder.path / BATCH, BATCH_FORMAT, about)
+        write_manifest(self.training.folder.path / BATCH, BATCH_FORMAT, about)
 
     def _broadcast(self, number: int, batch: bytes) -> bytes:
-        arrays = {f"message/{path}": leaf for path, leaf in flatten(self.algorithm.message(self.state))[0].items()}
+        training = self.training
         about = {
             "plan": self.plan.digest,
             "run": self.api.run,
             "round": number,
-            "key": words_of(round_key(self.seed, number)).tolist(),
+            "key": words_of(round_key(training.seed, number)).tolist(),
             "batch": batch.hex(),
         }
-        return save(
-            {name: np.asarray(leaf, order="C") for name, leaf in arrays.items()}, {"fedrecon": json.dumps(about)}
-        )
+        leaves = flatten(training.algorithm.message(training.state))[0]
+        arrays = {f"message/{path}": np.asarray(leaf, order="C") for path, leaf in leaves.items()}
+        return save(arrays, {"fedrecon": json.dumps(about)})
 
     def _collect(self, current: OpenRound, batch_size: int | None) -> tuple[np.ndarray, int, int]:
         """Wait for enough reports and return their sum, how many there were, and how many are in it."""
@@ -337,7 +286,7 @@ class _Rounds:
             try:
                 answer = self._ask_helper(self.helper, current, batch_size, end)
             except Conflict as refusal:
-                if refusal.kind != "too-few":
+                if refusal.reason != "too-few":
                     raise NotEnoughNodes(f"the helper refuses round {current.number + 1}: {refusal}") from None
                 self.say(f"round {current.number + 1} needs more reports: {refusal}")
                 needed, batch_size = batch_size + 1, None
@@ -370,10 +319,10 @@ class _Rounds:
                 return helper.post(path, records, self.plan.report_bytes + batch_size)
             except httpx.TransportError as error:
                 reason = helper.lasting(error)
-                if reason is not None or time.monotonic() > end:
-                    raise NotEnoughNodes(
-                        reason or f"the helper at {helper.server} cannot be reached: {error}"
-                    ) from None
+                if reason is None and time.monotonic() > end:
+                    reason = f"the helper at {helper.server} cannot be reached: {error}"
+                if reason is not None:
+                    raise NotEnoughNodes(reason) from None
                 if status != type(error).__name__:
                     status, slow = type(error).__name__, isinstance(error, httpx.ReadTimeout)
                     what = "has not answered yet" if slow else f"cannot be reached ({status}: {error})"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
-import json
 import math
 import random
 import threading
@@ -22,39 +21,50 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from annotated_types import Gt
+from pydantic import AliasPath, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from fedrecon._src.core.checks import check_number, explain_validation
 from fedrecon._src.deploy.http_server import (
+    ROUNDS,
     Limits,
     RequestError,
     Service,
     immutable_response,
     round_number,
 )
-from fedrecon._src.deploy.tasks import DIGEST, MAC_BYTES, NAME_BYTES, TICKET
+from fedrecon._src.deploy.registry import MAX_SECONDS
+from fedrecon._src.deploy.tasks import DIGEST, MAC_BYTES, NAME_BYTES, NodeTask
 from fedrecon._src.deploy.tokens import AdmissionError, Budgets, device_of
 from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, read_sum_plan
-from fedrecon._src.server.fixed_point import ClientNoise
 from fedrecon._src.storage.atomic import StorageError, read_bytes
 
 MOST_PLAN = 2**24  # bytes
-NOISE = ("variance", "least", "epsilon", "delta")
 REQUESTS_PER_SECOND, BURST = 1.0, 30.0  # of one device
 COUNTED = "reports-{}.counted"  # by day, in the run's folder: the owners of the day's reports, 16 bytes each
 
 
-@dataclass(frozen=True)
+def _at(*path: Any) -> Any:
+    """Say where in a plan a field is."""
+    return Field(validation_alias=AliasPath(*path))
+
+
+Count = Annotated[int, Gt(0)]
+
+
+@with_config(ConfigDict(strict=True))
+@dataclass(frozen=True, kw_only=True)
 class ServedPlan:
     """What the coordinator needs to know of a device plan.
 
     Attributes:
-      content: the plan, as devices have it.
+      format: of the plan.
+      protocol: how sums are made.
       algorithm: the digest of the algorithm.
       rounds: how many.
       length: of a vector.
@@ -63,24 +73,34 @@ class ServedPlan:
       reports_per_day: the most that one device may send.
       sums: what the helper knows of it; None if sums are open.
       clients: the most reports that the ring has room for; None if sums are not those of a ring.
-      per_round: with noise: what sums are divided by, and so how many reports close a round; None without.
-      noise: what devices add and what that promises: `variance`, `least`, `epsilon`, `delta`; None without.
+      divisor: with noise: what sums are divided by; None without.
+      variance: of the noise that a device adds; None without.
+      delta: of what the noise promises; None without.
       left_out: where the whole vector has numbers that devices do not send, since the server leaves what they are
         about as it is: the first place, and how many.
+      content: the plan, as devices have it.
     """
 
-    content: bytes
+    format: Literal["fedrecon-device-plan"]
+    protocol: Annotated[Literal["open", "two-servers"], _at("sum", "protocol")]
     algorithm: str
-    rounds: int
-    length: int
-    dtype: str
-    least: int
-    reports_per_day: int
-    sums: SumPlan | None
-    clients: int | None = None
-    per_round: int | None = None
-    noise: dict[str, float] | None = None
-    left_out: tuple[tuple[int, int], ...] = ()
+    rounds: Count
+    length: Annotated[Count, _at("vector", "length")]
+    dtype: Annotated[Literal["uint32", "float32"], _at("vector", "dtype")]
+    least: Annotated[Count, _at("sum", "least")]
+    reports_per_day: Annotated[Count, _at("limits", "reports_per_day")]
+    clients: Annotated[int | None, _at("aggregator", "settings", "clients")] = None
+    divisor: Annotated[float | None, _at("aggregator", "settings", "noise", 1)] = None
+    variance: Annotated[float | None, _at("noise", "variance")] = None
+    delta: Annotated[float | None, _at("noise", "delta")] = None
+    left_out: Annotated[tuple[tuple[int, int], ...], _at("vector", "left_out")] = ()
+    content: bytes = b""
+    sums: SumPlan | None = None
+
+    @property
+    def per_round(self) -> int | None:
+        """With noise: how many reports close a round; None without."""
+        return None if self.divisor is None else max(round(self.divisor), self.least)
 
     def complete(self, total: np.ndarray) -> np.ndarray:
         """Return a sum of vectors with zeros where devices send nothing."""
@@ -99,6 +119,9 @@ class ServedPlan:
         return 4 * self.length if self.sums is None else self.sums.report_bytes
 
 
+_PLAN = TypeAdapter(ServedPlan)
+
+
 def read_served_plan(bundle: Path) -> ServedPlan:
     """Read the plan in a bundle.
 
@@ -108,30 +131,15 @@ def read_served_plan(bundle: Path) -> ServedPlan:
     file = bundle / "plan.json"
     content = read_bytes(file, MOST_PLAN)
     try:
-        plan = json.loads(content)
-        protocol, vector, least = plan["sum"]["protocol"], plan["vector"], plan["sum"]["least"]
-        limit, dtype = plan["limits"]["reports_per_day"], vector.get("dtype", "uint32")
-        numbers = (plan["rounds"], vector["length"], least, limit)
-        good = plan["format"] == "fedrecon-device-plan" and protocol in ("open", "two-servers")
-        good = good and all(type(number) is int and number > 0 for number in numbers) and dtype in ("uint32", "float32")
-        algorithm, recipe = str(plan["algorithm"]), (plan.get("aggregator") or {}).get("settings", {})
-        clients, added = recipe.get("clients"), recipe.get("noise")
-        good = good and (clients is None or type(clients) is int)
-        per_round = None if added is None else max(round(ClientNoise(*added).per_round), least)
-        left_out = tuple((int(begin), int(length)) for begin, length in vector.get("left_out", []))
-        noise = None if plan["noise"] is None else {name: float(plan["noise"][name]) for name in NOISE}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        good = False
-    if not good:
-        raise StorageError(f"{file} is not a device plan; make one with fedrecon bundle RUN --train")
-    sums = read_sum_plan(file) if protocol == "two-servers" else None
-    return ServedPlan(
-        content, algorithm, numbers[0], numbers[1], dtype, least, limit, sums, clients, per_round, noise, left_out
-    )
+        plan = _PLAN.validate_json(content)
+    except ValidationError as error:
+        problem = f"{file} is not a device plan; make one with fedrecon bundle RUN --train"
+        raise StorageError(f"{problem} ({explain_validation(error)})") from None
+    return dataclasses.replace(plan, content=content, sums=read_sum_plan(file) if plan.protocol != "open" else None)
 
 
 @dataclass(frozen=True)
-class DeviceTask:
+class DeviceTask(NodeTask):
     """What a device is asked to do: fetch a broadcast, train on it, report.
 
     Attributes:
@@ -146,11 +154,6 @@ class DeviceTask:
 
     plan: Annotated[str, Field(pattern=f"^{DIGEST}$")]
     run: str
-    round: Annotated[int, Field(ge=0, lt=10**9)]
-    broadcast: Annotated[str, Field(pattern=f"^{DIGEST}$")]
-    size: Annotated[int, Field(ge=0)]
-    ticket: Annotated[str, Field(pattern=f"^{TICKET}$")]
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass
@@ -174,7 +177,8 @@ class DeviceApi(Service):
     """The endpoints for devices."""
 
     def __init__(self, plan: ServedPlan, secret: bytes, retry: float = 60.0, limits: Limits | None = None):
-        """Admit devices whose tokens were issued with a secret."""
+        """Admit devices whose tokens were issued with a secret, and have them ask again after `retry` s on average."""
+        check_number("retry", retry, least=1e-3, most=MAX_SECONDS)
         self.plan, self._secret, self._retry = plan, secret, retry
         self.run, self.done = "", 0  # the training, and how many of its rounds are over
         self.folder: Path | None = None  # where the reports of a day are counted; None to forget them with the process
@@ -185,13 +189,7 @@ class DeviceApi(Service):
         self._budgets = Budgets(REQUESTS_PER_SECOND, BURST)
         self._day, self._today = "", Counter[bytes]()  # reports by owner
         self._counted: Spool | None = None  # the same, on disk
-        routes = [
-            Route("/v1/plan", self.get_plan),
-            Route("/v1/check-in", self.check_in),
-            Route("/v1/broadcasts/{digest}", self.get_broadcast),
-            Route("/v1/rounds/{number}/reports/{ticket}", self.put_report, methods=["PUT"]),
-        ]
-        super().__init__(limits or Limits(plan.report_bytes), routes)
+        super().__init__(limits or Limits(plan.report_bytes), ROUNDS)
 
     # ---- for the round loop ----
 
@@ -220,7 +218,7 @@ class DeviceApi(Service):
         try:
             device = device_of(self._secret, token if scheme.lower() == "bearer" else "")
         except AdmissionError as error:
-            raise RequestError(401, error.problem, str(error), **{"WWW-Authenticate": "Bearer"}) from None
+            raise RequestError(401, error.reason, error.why, **{"WWW-Authenticate": "Bearer"}) from None
         if not self._budgets.spend(device):
             raise RequestError(429, "too-many", f"a device may send {REQUESTS_PER_SECOND:g} requests per second")
         return device, hmac.digest(self._secret, f"fedrecon-owner {device}".encode(), "sha256")[:OWNER]
@@ -264,15 +262,9 @@ class DeviceApi(Service):
                 pause = math.ceil(self._retry * random.uniform(0.5, 1.5))  # or all come back at once
                 return Response(status_code=204, headers={"Retry-After": str(pause)})
             self.counts["invited"] += 1
-            task = DeviceTask(
-                self.plan.digest,
-                self.run,
-                current.number,
-                current.digest,
-                len(current.broadcast),
-                self._ticket(current.number, device),
-                round(max(current.deadline - time.monotonic(), 1.0), 3),
-            )
+            ticket, seconds = self._ticket(current.number, device), max(current.deadline - time.monotonic(), 1.0)
+            facts = (current.number, current.digest, len(current.broadcast), ticket, round(seconds, 3))
+            task = DeviceTask(*facts, self.plan.digest, self.run)
         return JSONResponse(dataclasses.asdict(task), headers={"Cache-Control": "no-store"})
 
     async def get_broadcast(self, request: Request) -> Response:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from fedrecon._src.core.display import Say
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.deploy.messages import (
     OK,
@@ -29,7 +29,6 @@ from fedrecon._src.deploy.registry import GATEWAY, NodeRegistry, NotEnoughNodes,
 from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.storage.atomic import write_bytes
 
-ANSWERED = ("train", "evaluate", "prepare", "finish")  # kinds of messages, and `join`
 SHARE_OF_TIME = 0.7  # of the coordinator's deadline that clients have; the rest is for the way there and back
 
 
@@ -45,12 +44,7 @@ class Gateway:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        channel: Channel,
-        pace: Pace,
-        folder: Path | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        self, plan: Plan, channel: Channel, pace: Pace, folder: Path | None = None, say: Say = lambda text: None
     ):
         """Serve a plan to the clients that a channel reaches.
 
@@ -103,8 +97,8 @@ class Gateway:
             raise Failure("not_joined", "this gateway has just started; ask it to join")
         return self._file(run).read_bytes()
 
-    def _clients(self, message: Envelope, seconds: float, result: bytes) -> list[int]:
-        """Return the clients that take part in the run of a message; wait for the first of them."""
+    def _clients(self, message: Envelope, seconds: float, result: bytes) -> tuple[NodeRegistry, list[int]]:
+        """Return the registry of the run of a message, and the clients in it; wait for the first of them."""
         registry = self._registry
         if registry is None or registry.run_id != message.run or registry.round_zero != result:
             registry = NodeRegistry(self.plan, self.channel, self.pace, message.run, self.say)
@@ -114,18 +108,17 @@ class Gateway:
             self._registry = registry
         registry.done = message.round
         registry.pace = dataclasses.replace(self.pace, patience=min(self.pace.patience, seconds / 2))
-        return registry.wait_for_nodes(self.channel.clock.monotonic(), message.round)
+        return registry, registry.wait_for_nodes(self.channel.clock.monotonic(), message.round)
 
     def _request_sum(self, message: Envelope, seconds: float) -> bytes:
         """Pass a question on to clients, and return the sum of their answers.
 
         No other gateway or node takes part in a gateway's secure sums, so their messages are not passed on.
         """
-        if message.kind not in ANSWERED:
+        if message.kind not in ("train", "evaluate", "prepare", "finish"):
             raise Failure("garbage", f"a gateway does not answer messages of the kind {message.kind[:40]!r}")
         end = self.channel.clock.monotonic() + SHARE_OF_TIME * seconds
-        ready, registry = self._clients(message, seconds, self._recall(message.run)), self._registry
-        assert registry is not None
+        registry, ready = self._clients(message, seconds, self._recall(message.run))
         seconds = max(end - self.channel.clock.monotonic(), 0.1)
         if message.kind == "finish":
             registry.finish(ready, message, seconds)

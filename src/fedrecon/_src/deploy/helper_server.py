@@ -10,13 +10,12 @@ and what all devices of the batch were sent.
 
 from __future__ import annotations
 
+import asyncio
 import re
-import threading
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from fedrecon._src.deploy.http_server import Limits, RequestError, Service, authenticate, round_number
 from fedrecon._src.deploy.node_keys import Verifier
@@ -34,12 +33,9 @@ class HelperApi(Service):
     def __init__(self, helper: Helper, verifier: Verifier, limits: Limits | None = None):
         """Answer whoever the verifier knows."""
         self.helper, self.verifier = helper, verifier
-        self._lock = threading.Lock()
-        routes = [
-            Route("/v1/key", self.get_key),
-            Route("/v1/rounds/{number}/batches/{batch}", self.post_batch, methods=["POST"]),
-        ]
-        super().__init__(limits or Limits(RECORD * MOST_REPORTS), routes)
+        self._lock = asyncio.Lock()
+        paths = {"get_key": "/v1/key", "post_batch": "/v1/rounds/{number}/batches/{batch}"}
+        super().__init__(limits or Limits(RECORD * MOST_REPORTS), paths)
 
     async def get_key(self, request: Request) -> Response:
         """Return the public key to which devices seal."""
@@ -56,15 +52,12 @@ class HelperApi(Service):
             raise RequestError(404, "no-broadcast", "`broadcast` is the SHA-256 of what devices got, 64 digits")
         records = await self.read_signed_body(request, key, digest)
         try:
-            answer = await run_in_threadpool(self._answer, run, number, bytes.fromhex(batch), records, broadcast)
+            arguments = (run, number, bytes.fromhex(batch), records, broadcast)
+            async with self._lock:
+                answer = await run_in_threadpool(self.helper.answer, *arguments)
         except MessageError as error:
             raise RequestError(400, "garbage", str(error)) from None
-        except TooFewReports as error:
-            raise RequestError(409, "too-few", str(error)) from None
-        except Refusal as error:
-            raise RequestError(409, "refused", str(error)) from None
+        except (Refusal, TooFewReports) as error:
+            kind = "refused" if isinstance(error, Refusal) else "too-few"
+            raise RequestError(409, kind, str(error)) from None
         return Response(answer, media_type="application/octet-stream")
-
-    def _answer(self, run: str, number: int, batch: bytes, records: bytes, broadcast: str) -> bytes:
-        with self._lock:
-            return self.helper.answer(run, number, batch, records, broadcast)

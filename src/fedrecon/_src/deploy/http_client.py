@@ -18,8 +18,10 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from fedrecon._src.core.display import Say
 from fedrecon._src.deploy.node_keys import FIELDS, NO_EPOCH, sign_request
 from fedrecon._src.deploy.tasks import NodeTask
+from fedrecon._src.deploy.tokens import Refused
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -43,17 +45,8 @@ class JoinError(ValueError):
     """A permanent error: this node cannot join, and a retry would not help."""
 
 
-class Conflict(ValueError):
-    """The server refuses what is asked of it, for a reason that its state gives.
-
-    Attributes:
-      kind: a word for the reason.
-    """
-
-    def __init__(self, kind: str, detail: str):
-        """Set the kind and a sentence."""
-        super().__init__(detail)
-        self.kind = kind
+class Conflict(Refused):
+    """The server refuses what is asked of it, for a reason that its state gives."""
 
 
 class _TaskOver(Exception):
@@ -73,9 +66,8 @@ def parse_server(text: str, insecure: bool, option: str = "--server") -> str:
     except ValueError:
         valid = False
     if not valid or any(character.isspace() for character in text):
-        raise JoinError(
-            f"{option} must be a URL with a port, such as https://fed.example.org:8000 (got {text[:100]!r})"
-        )
+        rule = "must be a URL with a port, such as https://fed.example.org:8000"
+        raise JoinError(f"{option} {rule} (got {text[:100]!r})")
     if url.scheme != scheme:
         raise JoinError(f"{option} is {text[:100]!r}; {'with' if insecure else 'without'} --insecure it is {scheme}://")
     return f"{scheme}://{url.netloc}"
@@ -108,10 +100,8 @@ class Connection:
             except ssl.SSLError:
                 raise JoinError(f"{self.authority} is not a certificate; use the server's ca.crt") from None
         self._epoch = NO_EPOCH
-        timeout = httpx.Timeout(self.timeout, connect=CONNECT)
-        self._client = httpx.Client(
-            base_url=self.server, verify=verify, timeout=timeout, trust_env=False, headers=PLAIN
-        )
+        options: dict[str, Any] = {"verify": verify, "timeout": httpx.Timeout(self.timeout, connect=CONNECT)}
+        self._client = httpx.Client(base_url=self.server, trust_env=False, headers=PLAIN, **options)
 
     def close(self) -> None:
         """Close the connection."""
@@ -137,16 +127,15 @@ class Connection:
 
     def report(self, task: NodeTask, data: bytes) -> None:
         """Send the answer to a task; again if that fails, until the task's deadline."""
-        end, pauses = time.monotonic() + task.seconds, backoff()
-        path = f"/v1/rounds/{task.round}/reports/{task.ticket}"
-        while True:
+        end, path = time.monotonic() + task.seconds, f"/v1/rounds/{task.round}/reports/{task.ticket}"
+        for pause in backoff():
             try:
                 self._request("PUT", path, data)
                 return
             except httpx.TransportError:
                 if time.monotonic() > end:
                     raise
-                time.sleep(next(pauses))
+                time.sleep(pause)
 
     def post(self, path: str, data: bytes, max_bytes: int) -> bytes:
         """Send bytes and return the answer, which is not larger than expected.
@@ -236,7 +225,7 @@ def run_node(
     *,
     max_bytes: Callable[[], int],
     stop: Callable[[], bool] = lambda: False,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> None:
     """Take part until `stop` says so: check in for tasks, and report what `handle` answers.
 

@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,7 +37,13 @@ from fedrecon._src.deploy.tokens import AdmissionError
 
 log = logging.getLogger(__name__)
 KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
-STATUS = {"too-many": 429}  # of signature problems; all others are 401
+VERBS = {"put": ["PUT"], "post": ["POST"]}  # methods of HTTP, by how the name of an endpoint begins; else GET
+ROUNDS = {  # the endpoints for nodes and devices that take part in rounds
+    "get_plan": "/v1/plan",
+    "check_in": "/v1/check-in",
+    "get_broadcast": "/v1/broadcasts/{digest}",
+    "put_report": "/v1/rounds/{number}/reports/{ticket}",
+}
 IMMUTABLE = "private, max-age=31536000, immutable"
 
 
@@ -96,39 +102,40 @@ class Problem:
     detail: str
 
 
-class RequestError(Exception):
+class RequestError(HTTPException):
     """A request that is refused."""
 
     def __init__(self, status: int, kind: str, detail: str, **headers: str):
         """Set the status, a word by which refusals are counted, and a sentence."""
-        super().__init__(detail)
-        self.status, self.kind, self.headers = status, kind, headers
+        super().__init__(status, detail, headers)
+        self.kind = kind
 
 
 class Service:
     """An application that bounds what it reads, and counts what it refuses by kind."""
 
-    def __init__(self, limits: Limits, routes: Sequence[Route]):
-        """Serve endpoints."""
+    def __init__(self, limits: Limits, paths: Mapping[str, str]):
+        """Serve the methods that have these names, at these paths."""
         self.limits = limits
         self.port = 0  # while it is served
         self._uploading: set[Hashable] = set()  # who is sending a body
         self.problems: collections.Counter[str] = collections.Counter()
-        handlers: dict[Any, Any] = {RequestError: self._refuse, HTTPException: self._refuse}
-        self.app = Starlette(routes=routes, exception_handlers=handlers)
+        verbs = {name: VERBS.get(name.split("_")[0]) for name in paths}
+        routes = [Route(path, getattr(self, name), methods=verbs[name]) for name, path in paths.items()]
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse})
 
     def close(self) -> None:
         """End requests that would go on for ever."""
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:
-        if isinstance(problem, HTTPException):  # no such path or method
-            problem = RequestError(problem.status_code, problem.detail.lower().replace(" ", "-"), problem.detail)
-        assert isinstance(problem, RequestError)
-        self.problems[problem.kind] += 1
+        assert isinstance(problem, HTTPException)
+        status, detail = problem.status_code, problem.detail
+        kind = getattr(problem, "kind", detail.lower().replace(" ", "-"))  # or there is no such path or method
+        self.problems[kind] += 1
         await self._discard_body(request)
-        content = dataclasses.asdict(Problem(f"urn:fedrecon:{problem.kind}", problem.status, str(problem)))
-        headers = {"Connection": "close", **problem.headers} if problem.status != 404 else problem.headers
-        return JSONResponse(content, problem.status, headers, "application/problem+json")
+        content = dataclasses.asdict(Problem(f"urn:fedrecon:{kind}", status, detail))
+        headers = {**({} if status == 404 else {"Connection": "close"}), **(problem.headers or {})}
+        return JSONResponse(content, status, headers, "application/problem+json")
 
     async def _discard_body(self, request: Request) -> None:
         """Read the rest of a request that is refused, if it is no larger than a good one.
@@ -139,11 +146,10 @@ class Service:
         length = _content_length(request)
         if not length or length > self.limits.body_bytes or getattr(request.state, "is_read", False):
             return
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(self.limits.body_seconds):
-                message = await request.receive()
-                while message["type"] == "http.request" and message.get("more_body"):
-                    message = await request.receive()
+                async for _ in request.stream():
+                    pass
 
     async def read_body(self, request: Request, sender: Hashable) -> bytes:
         """Read what a request sends, within the limits; one at a time of a sender, so that memory is bounded."""
@@ -155,18 +161,16 @@ class Service:
         if sender in self._uploading:
             raise RequestError(429, "too-many", "a report of this sender is on its way already", **{"Retry-After": "1"})
         self._uploading.add(sender)
-        request.state.is_read, chunks = True, []
+        request.state.is_read = True
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                async for chunk in request.stream():  # never more than was announced: the HTTP parser checks it
-                    chunks.append(chunk)
+                return await request.body()  # never more than was announced: the HTTP parser checks it
         except TimeoutError:
             raise RequestError(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
         except ClientDisconnect:
             raise RequestError(400, "cut-off", "the connection ended before the report") from None
         finally:
             self._uploading.discard(sender)
-        return b"".join(chunks)
 
     async def read_signed_body(self, request: Request, sender: Hashable, digest: str) -> bytes:
         """Read what a signed request sends, and compare it with the digest that was signed."""
@@ -183,17 +187,13 @@ def _content_length(request: Request) -> int | None:
 
 def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:
     """Return the key that signed a request, and the digest of the body that it announces."""
-    target = request.scope["raw_path"].decode("latin-1")
-    if request.scope["query_string"]:
-        target += "?" + request.scope["query_string"].decode("latin-1")
+    path, query = request.scope["raw_path"], request.scope["query_string"]
+    target = (path + b"?" + query if query else path).decode("latin-1")
     try:
-        fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
-        return verifier.check(request.method, target, fields)
+        return verifier.check(request.method, target, request.headers)
     except AdmissionError as error:
-        headers = {"Retry-After": "1"}
-        if error.problem == "epoch":
-            headers["Fedrecon-Epoch"] = verifier.epoch
-        raise RequestError(STATUS.get(error.problem, 401), error.problem, str(error), **headers) from None
+        headers = {"Retry-After": "1"} | ({"Fedrecon-Epoch": verifier.epoch} if error.reason == "epoch" else {})
+        raise RequestError(429 if error.reason == "too-many" else 401, error.reason, error.why, **headers) from None
 
 
 def round_number(request: Request) -> int:

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes
 from fedrecon._src.deploy.plan import Plan
+from fedrecon._src.deploy.tokens import Refused
 
 MAGIC = b"FRD1"
 MOST_HEADER = 2**14
@@ -27,18 +28,8 @@ TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"
 _LENGTH = struct.Struct(">I")
 
 
-class Failure(Exception):
-    """A message that a node or the server rejects.
-
-    Attributes:
-      reason: one word, by which failures are counted.
-      why: a sentence.
-    """
-
-    def __init__(self, reason: str, why: str):
-        """Set the reason and why."""
-        super().__init__(why)
-        self.reason, self.why = reason, why
+class Failure(Refused):
+    """A message that a node or the server rejects."""
 
 
 class Envelope(NamedTuple):
@@ -100,19 +91,8 @@ class _Header:
 
 
 _HEADER = TypeAdapter(_Header)
-
-
-FACTS: dict[str, set[str]] = {  # what requests of each kind must say
-    "join": set(),
-    "train": set(),
-    "prepare": {"number"},
-    "evaluate": {"part"},
-    "advertise": {"purpose", "me"},
-    "share": set(),
-    "mask": set(),
-    "unmask": set(),
-    "finish": set(),
-}
+REQUESTS: dict[str, set[str]] = {kind: set() for kind in ("join", "train", "share", "mask", "unmask", "finish")}
+REQUESTS |= {"prepare": {"number"}, "evaluate": {"part"}, "advertise": {"purpose", "me"}}  # facts that each must have
 
 
 def unpack(data: Any, most: int) -> Envelope:
@@ -142,7 +122,7 @@ def unpack(data: Any, most: int) -> Envelope:
 
 def check_request(message: Envelope) -> None:
     """Refuse a message that is no complete request."""
-    if message.kind not in FACTS or not FACTS[message.kind] <= set(message.facts):
+    if message.kind not in REQUESTS or not REQUESTS[message.kind] <= set(message.facts):
         raise Failure("garbage", f"unknown or incomplete message of kind {message.kind[:40]!r}")
 
 

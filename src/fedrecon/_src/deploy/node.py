@@ -17,6 +17,8 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import client_total, total_shapes
 from fedrecon._src.algorithms.validation import check_training
+from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.display import Say
 from fedrecon._src.core.keys import fresh_key, round_key
 from fedrecon._src.core.wire import WireError, to_bytes
 from fedrecon._src.deploy import node_keys, plan_privacy
@@ -121,7 +123,7 @@ class Memory:
         for name, value in changes.items():
             setattr(self, name, value)
         if self.folder is not None:
-            values = {name: getattr(self, name) for name in _saved_names()}
+            values = {name: getattr(self, name) for name in SAVED}
             values["promises"] = None if self.promises is None else self.promises._asdict()
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_manifest(self.folder / FILE, FORMAT, values, mode=0o600)
@@ -129,28 +131,60 @@ class Memory:
     def _read(self, file: Path) -> None:
         try:
             values = read_manifest(file, FORMAT)
-            for name in _saved_names():
+            for name in SAVED:
                 setattr(self, name, values[name])
             self.promises = None if values["promises"] is None else Promises(**values["promises"])
             self.ended, self.answers = list(self.ended), {str(plan): int(n) for plan, n in self.answers.items()}
             self.round, self.tries, self.questions = int(self.round), int(self.tries), int(self.questions)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StorageError(
-                f"{error}. This file says which plan the node accepted; check it, and remove it to accept a plan again"
-            ) from None
+            advice = "This file says which plan the node accepted; check it, and remove it to accept a plan again"
+            raise StorageError(f"{error}. {advice}") from None
 
 
-def _saved_names() -> list[str]:
-    return [field.name for field in dataclasses.fields(Memory) if field.name != "folder"]
-
-
+SAVED = [field.name for field in dataclasses.fields(Memory) if field.name != "folder"]
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
 MAX_REASON = 500  # characters of why a training failed
 MAX_QUESTIONS = 20 * MAX_TRIES  # how many questions of round zero a node answers in a run
 
 
+@dataclasses.dataclass
+class _Membership:
+    """The plan that a node takes part in, with its users.
+
+    Attributes:
+      agreed: the plan without the result of round zero.
+      plan: the plan with it.
+      data: the node's users, as they were read.
+      users: as the model sees them.
+      number: of this node in the plan's list, if it has one.
+      evaluators: of the parts of the users.
+      secure_sum: one that is under way: its purpose, its round, the state of the client.
+    """
+
+    agreed: Plan
+    plan: Plan
+    data: NodeData
+    users: Users
+    number: int | None
+    evaluators: dict[str, Any] = dataclasses.field(default_factory=dict)
+    secure_sum: tuple[str, int, Any] | None = None
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """A node: a handler that turns request bytes into reply bytes.
+
+    Attributes:
+      read: reads the node's own data for a plan.
+      accept: asks the node's owner about a plan, once per plan.
+      memory: what was accepted and seen before.
+      say: called with a line about every round.
+      algorithm: what is trained, for plans of an algorithm made in Python.
+      key: the node's own private key, with which it signs its part in secure sums.
+      trusted: public keys of the nodes that the owner knows; a plan that lists others is refused. By default the plan's
+        list is trusted.
+      refusal: why it will never take part in the plan that it was offered; None if it may.
+      finished: whether the run that it joined last is over.
 
     Example:
       >>> ratings = fr.data.synthetic_ratings(num_users=4, seed=0)
@@ -159,41 +193,17 @@ class Node:
       True
     """
 
-    def __init__(
-        self,
-        read: Callable[[Plan], NodeData],
-        accept: Callable[[Plan], bool],
-        memory: Memory | None = None,
-        say: Callable[[str], None] = lambda text: None,
-        *,
-        algorithm: Algorithm | None = None,
-        key: Any = None,
-        trusted: Collection[str] | None = None,
-    ):
-        """Prepare.
-
-        Args:
-          read: reads the node's own data for a plan.
-          accept: asks the node's owner about a plan, once per plan.
-          memory: what was accepted and seen before.
-          say: called with a line about every round.
-          algorithm: what is trained, for plans of an algorithm made in Python.
-          key: the node's own private key, with which it signs its part in secure sums.
-          trusted: public keys of the nodes that the owner knows; a plan that lists others is refused. By default the
-            plan's list is trusted.
-        """
-        self._read, self._accept, self._say = read, accept, say
-        self._algorithm, self._key, self._trusted = algorithm, key, trusted
-        self.memory = memory or Memory()
-        self.plan: Plan | None = None
-        self.data: NodeData | None = None
-        self.refusal: str | None = None  # why it will never take part in the plan that it was offered
-        self.finished = False  # whether the run that it joined last is over
-        self._agreed: Plan | None = None  # the plan without the result of round zero
-        self._users: Users | None = None  # as the model sees them
-        self._number: int | None = None  # of this node in the plan's list
-        self._evaluators: dict[str, Any] = {}
-        self._sum: Any = None  # a secure sum that is under way: (purpose, round, state of the client)
+    read: Callable[[Plan], NodeData]
+    accept: Callable[[Plan], bool]
+    memory: Memory = dataclasses.field(default_factory=Memory)
+    say: Say = lambda text: None
+    _: dataclasses.KW_ONLY
+    algorithm: Algorithm | None = None
+    key: Any = None
+    trusted: Collection[str] | None = None
+    refusal: str | None = dataclasses.field(default=None, init=False)
+    finished: bool = dataclasses.field(default=False, init=False)
+    _membership: _Membership | None = dataclasses.field(default=None, init=False)
 
     def handle(self, data: bytes) -> bytes:
         """Answer any message; errors become replies, too."""
@@ -205,20 +215,18 @@ class Node:
             return pack(Envelope(OK, message.plan, message.run, message.round, {}, body))
         except (Failure, StateError, WireError) as error:
             failure = error if isinstance(error, Failure) else Failure("garbage", str(error))
-            self._say(f"refused: {failure.why}")
+            self.say(f"refused: {failure.why}")
             if message is not None and message.kind == "join" and failure.reason in LASTING:
                 self.refusal = failure.why
             return refusal(message, failure)
         except Exception as error:
             # The server learns the kind of error and nothing else: a message may have parts of the data in it.
-            self._say(f"failed: {type(error).__name__}: {error}")
+            self.say(f"failed: {type(error).__name__}: {error}")
             return refusal(message, Failure("error", f"the node failed with {type(error).__name__}"))
 
     def max_message_bytes(self) -> int:
         """Return the size of the largest message that is read."""
-        if self.plan is None:
-            return MOST_BYTES + MOST_HEADER
-        return largest_message(self.plan)
+        return MOST_BYTES + MOST_HEADER if self._membership is None else largest_message(self._membership.plan)
 
     # ---- joining ----
 
@@ -227,104 +235,93 @@ class Node:
         content, result = message.body[:end], message.body[end:]
         if digest_of(content) != message.plan:
             raise Failure("wrong_plan", "the server sent a plan that is not the one it names")
-        if self._agreed is None or self._agreed.digest != message.plan:
-            self._take(content)
+        membership = self._membership
+        if membership is None or membership.agreed.digest != message.plan:
+            membership = self._membership = self._take(content)
         if message.run in self.memory.ended or not message.run:
             raise Failure("old_run", f"the run {message.run!r} is over for this node")
         if message.run != self.memory.run:
             self.memory.begin(message.run)
-            self._say(f"joined run {message.run} of plan {message.plan[:16]}")
-        self._prepare(result)
+            self.say(f"joined run {message.run} of plan {message.plan[:16]}")
+        if result and membership.agreed.zero is not None:
+            plan = membership.agreed.prepared(membership.agreed.zero.read_result(result))
+            if plan is not membership.plan:
+                users = plan.view(membership.data.users)
+                self._membership = _Membership(membership.agreed, plan, membership.data, users, membership.number)
         self.finished, self.refusal = False, None
-        return b"" if self._number is None else str(self._number).encode()
+        return b"" if membership.number is None else str(membership.number).encode()
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes) -> _Membership:
         """Take a new plan, if it promises enough and the owner agrees."""
         try:
-            plan = Plan.from_bytes(data, self._algorithm)
+            plan = Plan.from_bytes(data, self.algorithm)
         except PlanError as error:
             raise Failure("wrong_plan", str(error)) from None
         if plan.digest != self.memory.accepted:
             less = [] if self.memory.promises is None else weaker(self.memory.promises, plan.promises)
             if less:
-                raise Failure(
-                    "weaker_plan", f"this plan gives weaker guarantees than the accepted one: {', '.join(less)}"
-                )
-            if not self._accept(plan):
+                why = f"this plan gives weaker guarantees than the accepted one: {', '.join(less)}"
+                raise Failure("weaker_plan", why)
+            if not self.accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
         try:
-            number = node_keys.number_in_plan(plan, self._key, self._trusted)
+            number = node_keys.number_in_plan(plan, self.key, self.trusted)
         except ValueError as error:
             raise Failure("not_accepted", str(error)) from None
-        holding = self._read(plan)
-        users = plan.view(holding.users)
+        node_data = self.read(plan)
+        users = plan.view(node_data.users)
         for part in users:
             if len(part):
                 check_training(plan.algorithm, part)
         self.memory.accept(plan.digest, plan.promises)
-        self.plan = self._agreed = plan
-        self.data, self._users, self._number = holding, users, number
-        self._evaluators, self._sum = {}, None
+        return _Membership(plan, plan, node_data, users, number)
 
-    def _prepare(self, data: bytes) -> None:
-        """Store the results of round zero, if the plan has one and it is complete."""
-        agreed = self._agreed
-        if not data or agreed is None or agreed.zero is None:
-            return
-        plan = agreed.prepared(agreed.zero.read_result(data))
-        if plan is self.plan:
-            return
-        assert self.data is not None
-        self._users = plan.view(self.data.users)
-        self.plan, self._evaluators, self._sum = plan, {}, None
-
-    def _check(self, message: Envelope) -> Plan:
-        """Return the plan; fail unless a message belongs to it, to this node's run, and to its round or a later one."""
-        if self.plan is None:
+    def _check(self, message: Envelope) -> _Membership:
+        """Return the membership; fail unless a message belongs to its plan and run, and to its round or a later one."""
+        if self._membership is None:
             raise Failure("not_joined", "this node has just started; ask it to join")
-        digest, run, now, last = self.plan.digest, self.memory.run, self.memory.round, self.plan.rounds
+        plan, run, now = self._membership.plan, self.memory.run, self.memory.round
         refusals = (
-            (message.plan != digest, "wrong_plan", f"this node takes part in plan {digest[:16]} and in no other"),
+            (message.plan != plan.digest, "wrong_plan", f"this node takes part in plan {plan.digest[:16]} alone"),
             (message.run != run, "old_run", f"this node takes part in run {run} and in no other"),
             (message.round < now, "old_round", f"round {message.round} is over; this node is in round {now}"),
-            (message.round > last, "old_round", f"the plan has {last} rounds, and this message is for a later one"),
+            (message.round > plan.rounds, "old_round", f"the plan has {plan.rounds} rounds, and this is a later one"),
         )
         for applies, reason, why in refusals:
             if applies:
                 raise Failure(reason, why)
-        return self.plan
+        return self._membership
 
     # ---- what is computed ----
 
-    def _answer(self, plan: Plan, message: Envelope) -> bytes:
+    def _answer(self, member: _Membership, message: Envelope) -> bytes:
         """Return the body of the reply to a message of this node's run."""
         if message.kind == "finish":
-            return self._finish(plan, message)
+            return self._finish(member.plan, message)
         if message.kind in ("advertise", "share", "mask", "unmask"):
-            return self._add_secretly(plan, message)
-        if plan.secure:
+            return self._add_secretly(member, message)
+        if member.plan.secure:
             raise Failure("weaker_plan", "the plan requires secure sums, but this message asks for a plain one")
-        return to_bytes(self._compute(plan, purpose_of(message), message.round, message.body))
+        return to_bytes(self._compute(member, purpose_of(message), message.round, message.body))
 
-    def _compute(self, plan: Plan, purpose: str, number: int, body: bytes) -> Any:
+    def _compute(self, member: _Membership, purpose: str, number: int, body: bytes) -> Any:
+        plan = member.plan
         if purpose.startswith(PREPARE):
-            return self._prepare_model(purpose, body)
+            return self._prepare_model(member, purpose, body)
         if plan.unprepared:
             raise Failure("not_joined", "this node does not have the result of round zero; ask it to join again")
         if purpose != TRAIN:
-            return self._evaluate(plan, purpose, read_tree(body, plan.params_shapes))
+            return self._evaluate(member, purpose, read_tree(body, plan.params_shapes))
         if number == self.memory.round and self.memory.tries >= MAX_TRIES:
             raise Failure("old_round", f"this node took part in round {number} {MAX_TRIES} times already")
         if plan.release is not None:
             self._spend(plan)
         self.memory.see(number)
-        return self._train(plan, number, read_tree(body, plan.message_shapes))
+        return self._train(plan, member.users.train, number, read_tree(body, plan.message_shapes))
 
-    def _prepare_model(self, purpose: str, body: bytes) -> Any:
+    def _prepare_model(self, member: _Membership, purpose: str, body: bytes) -> Any:
         """Answer a question of round zero, before the first round."""
-        plan = self._agreed
-        assert self.data is not None
-        assert plan is not None
+        plan, users = member.agreed, member.data.users.train
         if (zero := plan.zero) is None or self.memory.round >= 0 or self.memory.questions >= MAX_QUESTIONS:
             raise Failure("old_round", "the plan has no round zero, it is over, or it was requested too often")
         state = zero.from_bytes(body)
@@ -333,18 +330,16 @@ class Node:
         if zero.noised:
             self._spend_question(plan, zero, state.answered)
         self.memory.note_question()
-        users = self.data.users.train
         if len(users) < plan.least_users:
             users = users.take(np.zeros(len(users), bool))
         elif state.answered == 0:
-            self._say(f"round zero: sums over {len(users)} {plan.people}")
+            self.say(f"round zero: sums over {len(users)} {plan.task.people}")
         return plan_privacy.answer_round_zero(zero, state, users)
 
-    def _train(self, plan: Plan, number: int, message: Any) -> Any:
-        assert self._users is not None
-        users = plan.participants(self._users.train, number)
+    def _train(self, plan: Plan, users: Clients, number: int, message: Any) -> Any:
+        users = plan.participants(users, number)
         if len(users) < plan.least_users:
-            self._say(f"round {number + 1}: {len(users)} {plan.people} would take part, too few: sending zeros")
+            self.say(f"round {number + 1}: {len(users)} {plan.task.people} would take part, too few: sending zeros")
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), total_shapes(plan.algorithm))
             return plan_privacy.add_node_noise(plan.algorithm, zeros)
         began, key = time.monotonic(), round_key(plan.seed, number)
@@ -352,17 +347,15 @@ class Node:
         total = client_total(plan.algorithm, message, users, key, lengths=plan.lengths, secret=secret).total
         total = plan_privacy.add_node_noise(plan.algorithm, total)
         seconds = time.monotonic() - began
-        self._say(f"round {number + 1}: {len(users)} {plan.people} trained in {seconds:.3f} s")
+        self.say(f"round {number + 1}: {len(users)} {plan.task.people} trained in {seconds:.3f} s")
         return total
 
     def _spend(self, plan: Plan) -> None:
         """Count an answer of a plan with noise before anything of it is sent, or refuse it."""
         max_answers = plan_privacy.max_answers(plan.rounds)
         if self.memory.answers.get(plan.digest, 0) >= max_answers:
-            raise Failure(
-                "budget",
-                f"this node has answered {max_answers} times, the limit of the plan's privacy guarantee",
-            )
+            why = f"this node has answered {max_answers} times, the limit of the plan's privacy guarantee"
+            raise Failure("budget", why)
         self.memory.answer(plan.digest)
 
     def _spend_question(self, plan: Plan, zero: RoundZero, number: int) -> None:
@@ -373,16 +366,14 @@ class Node:
             raise Failure("budget", f"this node has already answered question {number} of round zero")
         self.memory.answer(names[number])
 
-    def _evaluate(self, plan: Plan, part: str, params: Any) -> Any:
-        users = self._users
-        assert users is not None
-        count = len(getattr(users, part))
+    def _evaluate(self, member: _Membership, part: str, params: Any) -> Any:
+        plan, count = member.plan, len(getattr(member.users, part))
         if count < plan.least_users:
             return no_users(plan.algorithm.model)
-        if part not in self._evaluators:
-            self._evaluators[part] = plan.evaluator(users, part)
-        self._say(f"evaluated {count} {part} {plan.people}")
-        return sum_users(plan.algorithm.model, self._evaluators[part].sums(params))
+        if part not in member.evaluators:
+            member.evaluators[part] = plan.evaluator(member.users, part)
+        self.say(f"evaluated {count} {part} {plan.task.people}")
+        return sum_users(plan.algorithm.model, member.evaluators[part].sums(params))
 
     def _finish(self, plan: Plan, message: Envelope) -> bytes:
         """Keep the trained model for the owner."""
@@ -391,55 +382,53 @@ class Node:
             failed = None if "failed" not in message.facts else message.facts["failed"][:MAX_REASON]
             plan.save_model(self.memory.folder / "model", params, failed)
             how = "is over" if failed is None else f"failed: {failed}"
-            self._say(f"training {how}; the model is in {self.memory.folder / 'model'}")
+            self.say(f"training {how}; the model is in {self.memory.folder / 'model'}")
         self.finished = True
         return b""
 
     # ---- secure sums ----
 
-    def _add_secretly(self, plan: Plan, message: Envelope) -> bytes:
+    def _add_secretly(self, member: _Membership, message: Envelope) -> bytes:
         """Take a step of a secure sum; refuse a message that breaks the protocol."""
         from fedrecon._src.privacy import secure_sum  # whose packages are imported when it is used
 
         try:
-            return self._advertise(plan, message) if message.kind == "advertise" else self._step(plan, message)
+            return self._advertise(member, message) if message.kind == "advertise" else self._step(member, message)
         except secure_sum.SecureSumError as error:
             raise Failure("secure_sum", str(error)) from None
 
-    def _advertise(self, plan: Plan, message: Envelope) -> bytes:
+    def _advertise(self, member: _Membership, message: Envelope) -> bytes:
         from fedrecon._src.privacy import secure_sum
 
-        purpose, node_number = message.facts["purpose"], message.facts["me"]
-        if self._number not in (None, node_number):
+        purpose, node_number, plan = message.facts["purpose"], message.facts["me"], member.plan
+        if member.number not in (None, node_number):
             raise Failure("garbage", f"a secure sum for node {node_number}, but this is another node")
-        subject = self._agreed if purpose.startswith(PREPARE) else plan
-        assert subject is not None
-        like = shapes_of(subject, purpose)
+        like = shapes_of(member.agreed if purpose.startswith(PREPARE) else plan, purpose)
         length = length_of(like, wide=question_number(purpose) is not None)
         terms = secure_sum.Terms.from_bytes(message.body)
         if terms.bits != bits_of(like) or terms.length != length or terms.circle > plan.most_nodes:
             raise Failure("weaker_plan", "the terms of the secure sum are not those of the plan")
-        signing_key = self._key if self._number is not None else None
+        signing_key = self.key if member.number is not None else None
         state, hello = secure_sum.advertise(terms, node_number, least=plan.least_nodes, signing_key=signing_key)
-        self._sum = (purpose, message.round, state)
+        member.secure_sum = (purpose, message.round, state)
         return hello
 
-    def _step(self, plan: Plan, message: Envelope) -> bytes:
+    def _step(self, member: _Membership, message: Envelope) -> bytes:
         """Take the step after the last one, in the same round."""
         from fedrecon._src.privacy import secure_sum
 
-        if self._sum is None or self._sum[1] != message.round:
+        if member.secure_sum is None or member.secure_sum[1] != message.round:
             raise Failure("secure_sum", "there is no secure sum of this round under way")
-        purpose, number, state = self._sum
-        self._sum = None  # a state is for one step, even if that fails
+        (purpose, number, state), plan = member.secure_sum, member.plan
+        member.secure_sum = None  # a state is for one step, even if that fails
         if message.kind == "share":
             state, reply = secure_sum.share(state, message.body, verify_keys=node_keys.verify_keys(plan))
         elif message.kind == "mask":
             delivery, body = unpack_pair(message.body)
-            value = self._compute(plan, purpose, number, body)
+            value = self._compute(member, purpose, number, body)
             vector = to_integers(plan, value, wide=question_number(purpose) is not None)
             state, reply = secure_sum.mask(state, delivery, vector)
         else:
             state, reply = secure_sum.unmask(state, message.body)
-        self._sum = (purpose, number, state)
+        member.secure_sum = (purpose, number, state)
         return reply

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.deploy.tokens import AdmissionError, Budgets
 
 if TYPE_CHECKING:
@@ -50,12 +51,23 @@ def read_private_key(path: Path) -> Any:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
+    return _load(
+        lambda: load_ssh_private_key(path.read_bytes(), None), Ed25519PrivateKey, str(path), "an unencrypted private"
+    )
+
+
+def _load(load: Callable[[], Any], kind: type, name: str, half: str) -> Any:
+    """Return the key that a function of `cryptography` reads.
+
+    Raises:
+      ValueError: it cannot be read, or is of another kind.
+    """
     try:
-        key: Any = load_ssh_private_key(path.read_bytes(), None)
+        key = load()
     except ValueError as error:
         key = error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"{path} is not an unencrypted private Ed25519 key ({key}); make one with fedrecon keys")
+    if not isinstance(key, kind):
+        raise ValueError(f"{name} is not {half} Ed25519 key ({key}); make one with fedrecon keys")
     return key
 
 
@@ -71,7 +83,7 @@ def read_public_keys(folder: Path) -> tuple[str, ...]:
     lines = []
     for file in files:
         kind, text, *_ = [*file.read_text(encoding="ascii", errors="replace").split(), "", ""]
-        _load(f"{kind} {text}")
+        _load_public(f"{kind} {text}")
         lines.append(f"{kind} {text} {file.stem}")
     return tuple(lines)
 
@@ -83,7 +95,7 @@ def read_registry(folder: Path) -> dict[bytes, str]:
       ValueError: there are none, or one cannot be read.
     """
     lines = read_public_keys(folder)
-    return {_load(_without_comment(line)).public_bytes_raw(): line.split()[2] for line in lines}
+    return {_load_public(_without_comment(line)).public_bytes_raw(): line.split()[2] for line in lines}
 
 
 def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int | None:
@@ -97,23 +109,22 @@ def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int
     Raises:
       ValueError: the node is not in the list, or its owner does not know a node that is.
     """
-    signed, problem = plan.promises.signed, None
-    listed, public = [_without_comment(line) for line in plan.nodes], None if key is None else _public_line(key)
+    listed = [_without_comment(line) for line in plan.nodes]
+    if not plan.promises.signed:
+        open_list = plan.secure and trusted is not None
+        check_rules({"this node's owner listed nodes, but in this plan keys are not signed": not open_list})
+        return None
     strangers = set() if trusted is None else set(listed) - set(map(_without_comment, trusted))
-    if not signed and plan.secure and trusted is not None:
-        problem = "this node's owner listed nodes, but in this plan keys are not signed"
-    elif signed and strangers:
-        problem = f"the plan lists {len(strangers)} nodes that this node's owner does not know"
-    elif signed and public not in listed:
-        problem = "the plan lists the keys of its nodes, and this node's is not among them"
-    if problem is not None:
-        raise ValueError(problem)
-    return listed.index(public) if signed and public is not None else None
+    check_rules({f"the plan lists {len(strangers)} nodes that this node's owner does not know": not strangers})
+    public = "" if key is None else _public_line(key)
+    check_rules({"the plan lists the keys of its nodes, and this node's is not among them": public in listed})
+    return listed.index(public)
 
 
 def verify_keys(plan: Plan) -> Mapping[int, Any] | None:
     """Return the keys of a plan's nodes by number; None if keys are not signed."""
-    return {k: _load(_without_comment(line)) for k, line in enumerate(plan.nodes)} if plan.promises.signed else None
+    lines = map(_without_comment, plan.nodes)
+    return {k: _load_public(line) for k, line in enumerate(lines)} if plan.promises.signed else None
 
 
 def _without_comment(line: str) -> str:
@@ -127,17 +138,11 @@ def _public_line(key: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _load(line: str) -> Any:
+def _load_public(line: str) -> Any:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-    try:
-        key: Any = load_ssh_public_key(line.encode())
-    except ValueError as error:
-        key = error
-    if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(f"{line[:60]!r} is not a public Ed25519 key ({key}); make one with fedrecon keys")
-    return key
+    return _load(lambda: load_ssh_public_key(line.encode()), Ed25519PublicKey, f"{line[:60]!r}", "a public")
 
 
 # ---- signed requests ----
@@ -197,10 +202,6 @@ class Verifier:
     def name(self, key: bytes) -> str:
         """Return the name of a key's node."""
         return self._names[key]
-
-    def keys(self) -> list[bytes]:
-        """List the keys that were registered, or seen where any key is admitted."""
-        return list(self._names)
 
     def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[bytes, str]:
         """Return the key that signed a request, and the digest of the body that it announces.

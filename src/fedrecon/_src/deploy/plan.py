@@ -7,25 +7,26 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
 from fedrecon._src.algorithms.algorithm import Algorithm, RoundMessage
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Lengths
+from fedrecon._src.core.display import Say
 from fedrecon._src.core.keys import as_number, mix_hashes, round_key, words_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy import plan_privacy
 from fedrecon._src.privacy.accounting import LEAST_NOISE, MOST_NOISE, Release
 from fedrecon._src.privacy.ledger import NOT_COVERED
-from fedrecon._src.recommend.config import ConfigError, Reading
-from fedrecon._src.recommend.round_zero import RoundZero
+from fedrecon._src.recommend.config import ConfigError, Rule, check_config, enforce
+from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
 from fedrecon._src.storage.atomic import StorageError, read_bytes, write_bytes
@@ -34,20 +35,10 @@ from fedrecon._src.storage.ownership import check_names
 FORMAT, VERSION, FILE = "fedrecon-plan", 5, "plan.json"
 _FILES = re.compile(r"plan\.json|\.plan\.json\.partial")
 MOST_BYTES = 2**28  # of a plan: a catalogue of some millions of items
-MOST_USERS, MOST_NODES = 2**31 - 1, 2**15
 SHORTEST = 16  # the fewest characters that may name a digest
 PARTICIPATION_SALT = 0xD6E8FEB86659FD93  # so that who takes part has nothing to do with how splits are redrawn
 LIMIT = 2.0**20  # of any number in a node's sum, if sums are secure
-OPTIONS = {
-    "share": float,
-    "least_users": int,
-    "least_nodes": int,
-    "secure": bool,
-    "limit": float,
-    "most_nodes": int,
-    "users": int,
-    "round_zero_noise": float,
-}
+OPTIONS = ("share", "least_users", "least_nodes", "secure", "limit", "most_nodes", "users", "round_zero_noise")
 
 
 class PlanError(ValueError):
@@ -101,11 +92,32 @@ class Promises(NamedTuple):
     delta: float | None = None
 
 
-KINDS: dict[str, type[Plan]] = {}
+Count = Annotated[int, Ge(1), Le(2**31 - 1)]
+NodeCount = Annotated[int, Ge(1), Le(2**15)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Plan(abc.ABC):
+class PlanOptions:
+    """The options of a plan, whatever is trained; `Plan` says what they mean."""
+
+    share: Annotated[float, Gt(0), Le(1)] = 1.0
+    least_users: Count = 1
+    least_nodes: NodeCount = 1
+    secure: bool = False
+    limit: Annotated[float, Gt(0)] = LIMIT
+    most_nodes: NodeCount = 128
+    nodes: tuple[str, ...] = ()
+    users: int = 0
+    round_zero_noise: float = 0.0
+    rounds: Annotated[int, Ge(1)] = 100
+    seed: int = 0
+    evaluate_every: Annotated[int, Ge(0)] = 0
+    min_examples: Annotated[int, Ge(1)] = 1
+    max_examples: Annotated[int, Ge(2)] = 300
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Plan(PlanOptions, abc.ABC):
     """What server and nodes agree on. Both get the same algorithm from it.
 
     Attributes:
@@ -128,6 +140,7 @@ class Plan(abc.ABC):
       users: with noise, roughly how many users all nodes have together; sums are divided by `share` of this number.
       round_zero_noise: the noise multiplier of one release that costs as much as asking each question of round zero
         once; 0 without noise.
+      result: of round zero. It is not part of the agreement: the digest does not depend on it.
 
     Example:
       >>> fr.deploy.Plan.from_bytes(b"{}")
@@ -136,62 +149,30 @@ class Plan(abc.ABC):
     """
 
     kind: ClassVar[str]
-    types: ClassVar[Mapping[str, type]] = {}  # of what `subject` returns, as JSON has them
 
     lengths: Lengths
-    share: float = 1.0
-    least_users: int = 1
-    least_nodes: int = 1
-    secure: bool = False
-    limit: float = LIMIT
-    most_nodes: int = 128
-    nodes: tuple[str, ...] = ()
-    users: int = 0
-    round_zero_noise: float = 0.0
-    rounds: int = 100
-    seed: int = 0
-    evaluate_every: int = 0
-    min_examples: int = 1
-    max_examples: int = 300
     clip_norm: float | None = None
     delta: float | None = None
+    result: Result | None = None
 
-    def rules(self) -> dict[str, bool]:
-        """Return what must hold for the settings, beyond their types."""
-        return {
-            "`share` must be above 0 and at most 1": 0 < self.share <= 1,
-            "`rounds` must be at least 1": self.rounds >= 1,
-            "`evaluate_every` must be at least 0": self.evaluate_every >= 0,
-            "`min_examples` must be at least 1": self.min_examples >= 1,
-            "`max_examples` must be at least 2": self.max_examples >= 2,
-            f"`least_users` must be from 1 to {MOST_USERS}": 1 <= self.least_users <= MOST_USERS,
-            f"`least_nodes` must be from 1 to {MOST_NODES}": 1 <= self.least_nodes <= MOST_NODES,
-            f"`most_nodes` must be from 1 to {MOST_NODES}": 1 <= self.most_nodes <= MOST_NODES,
-            "`least_nodes` must be at least 2 with `secure`: a secure sum of one node hides nothing": (
-                not self.secure or self.least_nodes >= 2
-            ),
-            f"`round_zero_noise` must be 0, or from {LEAST_NOISE} to {MOST_NOISE:g}": (
-                self.round_zero_noise == 0 or LEAST_NOISE <= self.round_zero_noise <= MOST_NOISE
-            ),
-            "`limit` must be a number above 0": self.limit > 0 and math.isfinite(self.limit),
-            "`nodes` must list every node once, and at least `least_nodes` of them": (
-                not self.nodes or (len(set(self.nodes)) == len(self.nodes) >= self.least_nodes)
-            ),
-        }
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules for options that must fit together."""
+        hides, noise, keys = not self.secure or self.least_nodes >= 2, self.round_zero_noise, self.nodes
+        yield Rule(not hides, "least_nodes", "must be at least 2 with `secure`: a secure sum of one node hides nothing")
+        bounds = f"must be 0, or from {LEAST_NOISE} to {MOST_NOISE:g}"
+        yield Rule(noise != 0 and not LEAST_NOISE <= noise <= MOST_NOISE, "round_zero_noise", bounds)
+        complete = not keys or len(set(keys)) == len(keys) >= self.least_nodes
+        yield Rule(not complete, "nodes", "must list every node once, and at least `least_nodes` of them")
+        yield from plan_privacy.noise_rules(self)
 
     def __post_init__(self) -> None:
-        """Check the rules."""
-        broken = next((rule for rule, holds in self.rules().items() if not holds), None)
-        if broken is not None:
-            name = broken.split("`")[1]
-            broken += f" (got {len(self.nodes) if name == 'nodes' else getattr(self, name)})"
-        if (problem := broken or plan_privacy.noise_problem(self)) is not None:
-            raise PlanError(problem)
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Make `Plan.from_bytes` read plans of this kind."""
-        super().__init_subclass__(**options)
-        KINDS[cls.kind] = cls
+        """Check the options."""
+        try:
+            names = [field.name for field in dataclasses.fields(PlanOptions)]
+            check_config(PlanOptions(**{name: getattr(self, name) for name in names}))
+            enforce(self.rules(), self)
+        except ConfigError as error:
+            raise PlanError(str(error)) from None
 
     # ---- what is trained ----
 
@@ -206,11 +187,6 @@ class Plan(abc.ABC):
         """What commands show: `people`, `examples`, `measures`, `curve`, and what a model is for (`serve`)."""
 
     @property
-    def people(self) -> str:
-        """What clients are called."""
-        return self.task.people
-
-    @property
     def zero(self) -> RoundZero | None:
         """Round zero: sums over users that the model begins with; None if there is none."""
         return None
@@ -218,7 +194,7 @@ class Plan(abc.ABC):
     @property
     def unprepared(self) -> bool:
         """Whether round zero comes first."""
-        return False
+        return self.zero is not None and self.result is None
 
     def prepared(self, result: Any) -> Plan:
         """Return the plan with the result of round zero; its digest stays."""
@@ -251,10 +227,6 @@ class Plan(abc.ABC):
         """Return what is trained, as JSON values."""
 
     @abc.abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Return what `run.json` says about the settings."""
-
-    @abc.abstractmethod
     def about(self) -> str:
         """Say what is trained, in a few words."""
 
@@ -267,16 +239,12 @@ class Plan(abc.ABC):
         """Save trained parameters with all that inference needs."""
 
     @abc.abstractmethod
-    def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+    def watch(self, say: Say) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record and warns when something goes wrong."""
 
     @abc.abstractmethod
     def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
         """Say why a run has failed; None if it has not."""
-
-    @abc.abstractmethod
-    def node_data(self, path: Path, reading: Reading, least: int, clients: Clients | None) -> NodeData:
-        """Return the clients of a node, divided: those of its file, or those that the operator's code has read."""
 
     @classmethod
     @abc.abstractmethod
@@ -298,22 +266,17 @@ class Plan(abc.ABC):
     @functools.cached_property
     def release(self) -> Release | None:
         """What a round releases; None without noise."""
-        return plan_privacy.release_of(self)
+        release, parts = self.algorithm.aggregator.release, plan_privacy.parts_of(self.algorithm)
+        return None if release is None else release(parts)._replace(rate=float(self.share))
 
     @functools.cached_property
     def promises(self) -> Promises:
         """What it promises the owners of data."""
         spent = plan_privacy.ledger_of(self, plan_privacy.max_answers(self.rounds))
-        return Promises(
-            self.secure,
-            self.least_nodes,
-            self.least_users,
-            self.min_examples,
-            self.clip_norm,
-            float(self.share),
-            self.secure and bool(self.nodes),
-            *((spent.epsilon, spent.delta) if spent else (None, None)),
-        )
+        privacy = (None, None) if spent is None else (spent.epsilon, spent.delta)
+        least = (self.least_nodes, self.least_users, self.min_examples)
+        signed = self.secure and bool(self.nodes)
+        return Promises(self.secure, *least, self.clip_norm, float(self.share), signed, *privacy)
 
     # ---- as bytes ----
 
@@ -339,6 +302,7 @@ class Plan(abc.ABC):
         return digest_of(self.content)
 
     @staticmethod
+    @functools.lru_cache(maxsize=4)  # all nodes of a process have one plan, so that what is compiled is compiled once
     def from_bytes(data: bytes, algorithm: Algorithm | None = None) -> Plan:
         """Read a plan from bytes that may come from anywhere.
 
@@ -349,9 +313,26 @@ class Plan(abc.ABC):
         Raises:
           PlanError: they are not a plan of this version, or the plan is for another algorithm.
         """
+        from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan
+        from fedrecon._src.deploy.settings_plan import SettingsPlan
+
         if len(data) > MOST_BYTES:
             raise PlanError(f"the plan has {len(data)} bytes; at most {MOST_BYTES} are accepted")
-        return _from_bytes(data, algorithm)
+        try:
+            values = json.loads(data)
+            if not isinstance(values, dict) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
+                rule = "server and nodes need the same format"
+                raise PlanError(f"this is not a plan of format {FORMAT} {VERSION}: {rule}")
+            options = {name: values[name] for name in OPTIONS} | {"nodes": tuple(map(str, values["nodes"]))}
+            kinds: dict[str, type[Plan]] = {kind.kind: kind for kind in (AlgorithmPlan, SettingsPlan)}
+            plan = kinds[values["kind"]].read(values, algorithm, options)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            says_why = isinstance(error, PlanError | ConfigError)
+            raise PlanError(str(error) if says_why else f"this is not a plan: {error!r}") from None
+        # What else is in it, such as the lengths of arrays, follows from what was read.
+        if plan.content != data:
+            raise PlanError("the plan was written by another version of fedrecon; make it again with this one")
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Save to a folder.
@@ -386,34 +367,6 @@ class Plan(abc.ABC):
             raise PlanError(f"{file}: {error}") from None
 
 
-@functools.lru_cache(maxsize=4)
-def _from_bytes(data: bytes, algorithm: Algorithm | None) -> Plan:
-    """Read a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
-    try:
-        plan = _read(json.loads(data), algorithm)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        says_why = isinstance(error, PlanError | ConfigError)
-        raise PlanError(str(error) if says_why else f"this is not a plan: {error!r}") from None
-    if plan.content != data:
-        raise PlanError("the plan was written by another version of fedrecon; make it again with this one")
-    return plan
-
-
-def _read(values: Any, algorithm: Algorithm | None) -> Plan:
-    from fedrecon._src.deploy import algorithm_plan, settings_plan  # noqa: F401  # which add themselves to `KINDS`
-
-    if not isinstance(values, Mapping) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
-        raise PlanError(f"this is not a plan of format {FORMAT} {VERSION}: server and nodes need the same format")
-    kind = KINDS[values["kind"]]
-    types = {"nodes": list, **OPTIONS, **kind.types}
-    wrong = next((name for name, type_ in types.items() if type(values[name]) is not type_), None)
-    if wrong is not None:
-        raise PlanError(f"`{wrong}` must be a {types[wrong].__name__} (got {str(values[wrong])[:40]!r})")
-    options = {name: values[name] for name in OPTIONS} | {"nodes": tuple(map(str, values["nodes"]))}
-    # What else is in it, such as the lengths of arrays, follows from this: `_from_bytes` compares the bytes.
-    return kind.read(values, algorithm, options)
-
-
 def digest_of(data: bytes) -> str:
     """Return the digest of a plan's bytes."""
     return hashlib.sha256(data).hexdigest()
@@ -444,11 +397,7 @@ def weaker(before: Promises, now: Promises) -> list[str]:
     for name in ("least_nodes", "least_users", "least_examples"):
         if getattr(now, name) < getattr(before, name):
             losses.append(f"{name} falls from {getattr(before, name)} to {getattr(now, name)}")
-    if before.clip_norm is not None and (now.clip_norm is None or now.clip_norm > before.clip_norm):
-        losses.append(f"clip_norm rises from {before.clip_norm} to {now.clip_norm}")
-    if now.share > before.share:
-        losses.append(f"share rises from {before.share} to {now.share}")
-    for name in ("epsilon", "delta"):
+    for name in ("clip_norm", "share", "epsilon", "delta"):
         was, now_is = getattr(before, name), getattr(now, name)
         if was is not None and (now_is is None or now_is > was):
             losses.append(f"{name} rises from {was:.4g} to {'no promise' if now_is is None else f'{now_is:.4g}'}")
@@ -457,7 +406,7 @@ def weaker(before: Promises, now: Promises) -> list[str]:
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
     """Say in words what a node takes part in if it accepts a plan."""
-    people, examples, promises = plan.people, plan.task.examples, plan.promises
+    people, examples, promises = plan.task.people, plan.task.examples, plan.promises
     leaves = flatten(plan.params_shapes)[0]
     sent = ", ".join(f"{path} {'x'.join(map(str, leaf.shape)) or '1'}" for path, leaf in leaves.items())
     privacy = "no noise: no differential privacy is promised"
@@ -473,25 +422,19 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         privacy = f"a user's change has norm {promises.clip_norm:g} at most; {privacy}"
     sums = "open: the server sees the sum of every node"
     if promises.secure:
-        sums = f"secure: the server learns sums over {promises.least_nodes} nodes or more. " + (
-            f"Keys are signed by the {len(plan.nodes)} nodes of the plan: {', '.join(map(name_of, plan.nodes))}"
-            if plan.nodes
-            else "Keys are not signed: the server is trusted not to invent nodes"
-        )
+        keys = "Keys are not signed: the server is trusted not to invent nodes"
+        if plan.nodes:
+            names = ", ".join(map(name_of, plan.nodes))
+            keys = f"Keys are signed by the {len(plan.nodes)} nodes of the plan: {names}"
+        sums = f"secure: the server learns sums over {promises.least_nodes} nodes or more. {keys}"
     first = "" if plan.zero is None else f"first {plan.zero.description}; then "
+    counts = "; counts, loss" if promises.epsilon is None else ""
     return [
         ("plan", plan.digest),
         ("task", plan.about()),
         ("training", f"{plan.rounds} rounds with {promises.share:.0%} of the {people}, seed {plan.seed}"),
-        (
-            "who",
-            f"{people} with {promises.least_examples} {examples} or more, at most {plan.max_examples} each",
-        ),
-        (
-            "sent",
-            f"{first}the sum over {promises.least_users} {people} or more of changes of: {sent}"
-            + ("; counts, loss" if promises.epsilon is None else ""),
-        ),
+        ("who", f"{people} with {promises.least_examples} {examples} or more, at most {plan.max_examples} each"),
+        ("sent", f"{first}the sum over {promises.least_users} {people} or more of changes of: {sent}{counts}"),
         ("stays", f"{examples}, ids of {people}, and local parameters"),
         ("sums", sums),
         ("privacy", privacy),

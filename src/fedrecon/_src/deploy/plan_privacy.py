@@ -14,17 +14,17 @@ counted one by one, and one of them, whichever costs most, may be asked twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.upload import Total
 from fedrecon._src.privacy.accounting import Release, default_delta
 from fedrecon._src.privacy.ledger import Ledger
-from fedrecon._src.privacy.noise import draw, system_generator
+from fedrecon._src.privacy.noise import ShareOfNoise, draw, system_generator
+from fedrecon._src.recommend.config import Rule
 from fedrecon._src.recommend.estimate import State, Sums
 from fedrecon._src.recommend.round_zero import ANSWER, RoundZero
 from fedrecon._src.server.fixed_point import add_noise
@@ -43,10 +43,10 @@ def max_answers(rounds: int) -> int:
     return rounds + rounds // 10 + 1
 
 
-def release_of(plan: Plan) -> Release | None:
-    """Return what a round of a plan releases; None for a plan that promises nothing."""
-    release = plan.algorithm.aggregator.release
-    return None if release is None else release(parts_of(plan.algorithm))._replace(rate=float(plan.share))
+def share_of_noise(algorithm: Algorithm) -> ShareOfNoise | None:
+    """Return the noise that each node or device adds to its sum; None if they add none."""
+    share = algorithm.aggregator.share
+    return None if share is None else share(parts_of(algorithm))
 
 
 def ledger_of(plan: Plan, rounds: int) -> Ledger | None:
@@ -72,65 +72,54 @@ def round_zero_releases(zero: RoundZero) -> tuple[Release, ...]:
     return (*releases, worst._replace(rounds=spare_questions(zero)))
 
 
-def noise_problem(plan: Plan) -> str | None:
-    """Say why a plan cannot keep its promise; None if it can, or promises nothing."""
-    release, share = plan.algorithm.aggregator.release, plan.algorithm.aggregator.share
+def noise_rules(plan: Plan) -> Iterator[Rule]:
+    """Yield the rules of plans with noise, which say when a plan cannot keep its promise."""
+    release, share = plan.algorithm.aggregator.release, share_of_noise(plan.algorithm)
     if release is None:
-        return None
+        return
     each = release(parts_of(plan.algorithm))
-    if plan.users < 2:
-        return "noise hides a user among others: give --users N, the number of users of all nodes together"
-    if plan.least_users > 1:
-        return "with noise, set `least_users` to 1: leaving out small nodes would reveal that they are small"
-    if each.apart is not None:
-        return "correlated noise needs clients that take turns, which nodes do not promise; leave out `correlated`"
+    alone = "must be the number of users of all nodes together: noise hides a user among others"
+    yield Rule(plan.users < 2, "users", alone)
+    reveals = "must be 1 with noise: leaving out small nodes would reveal that they are small"
+    yield Rule(plan.least_users > 1, "least_users", reveals)
+    turns = "cannot have correlated noise: it needs clients that take turns, which nodes do not promise"
+    yield Rule(each.apart is not None, "algorithm", turns)
     if each.mechanism == "gaussian":
-        return None
-    if not plan.secure:
-        return "noise of the nodes protects nobody if the server sees single nodes' sums; use secure sums"
-    if share is None:
-        return "noise of the nodes would be simulated; use aggregators.ClientNoise(..., simulated=False)"
-    if share(parts_of(plan.algorithm)).least > plan.least_nodes:
-        return (
-            f"{share(parts_of(plan.algorithm)).least} nodes are needed to add the promised noise, and the plan "
-            f"allows sums of {plan.least_nodes}: raise least_nodes"
-        )
-    return None
+        return
+    bare = "must be on: noise of the nodes protects nobody if the server sees single nodes' sums; use secure sums"
+    yield Rule(not plan.secure, "secure", bare)
+    simulated = "has noise of the nodes that would be simulated; use aggregators.ClientNoise(..., simulated=False)"
+    yield Rule(share is None, "algorithm", simulated)
+    least = 0 if share is None else share.least
+    rule = f"is too low: {least} nodes are needed to add the promised noise"
+    yield Rule(least > plan.least_nodes, "least_nodes", rule)
 
 
 # ---- on the server ----
 
 
-def advance_round_zero(
-    zero: RoundZero,
-    state: State,
-    parts: Sequence[Sums],
-    nodes: int,
-    generator: Callable[[], np.random.Generator] = system_generator,
-) -> State:
+def advance_round_zero(zero: RoundZero, state: State, parts: Sequence[Sums], nodes: int) -> State:
     """Return the next state of round zero from the answers of nodes, with the server's noise if it adds any."""
     total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
     noise = zero.noise_of(state)
     if zero.hosts:
         noise *= math.sqrt(nodes / zero.hosts)  # nodes beyond the least number add their share, too
     elif zero.noised:
-        total[ANSWER] = total[ANSWER] + generator().normal(0.0, noise, total[ANSWER].shape)
+        total[ANSWER] = total[ANSWER] + system_generator().normal(0.0, noise, total[ANSWER].shape)
     return zero.advance(state, total, noise)
 
 
 # ---- on a node ----
 
 
-def answer_round_zero(
-    zero: RoundZero, state: State, users: Any, generator: Callable[[], np.random.Generator] = system_generator
-) -> Sums:
+def answer_round_zero(zero: RoundZero, state: State, users: Any) -> Sums:
     """Return a node's answer to a question, with its share of the noise if nodes add any.
 
     Raises:
       StateError: the state is forged: it asks for answers that have no bound.
     """
     sums, share = zero.answer(state, users) if len(users) else zero.zeros(state.answered), zero.share_of_noise(state)
-    return sums if share is None else {ANSWER: sums[ANSWER] + draw(share, generator())}
+    return sums if share is None else {ANSWER: sums[ANSWER] + draw(share, system_generator())}
 
 
 def draw_participants(users: Any, share: float) -> Any:
@@ -138,10 +127,7 @@ def draw_participants(users: Any, share: float) -> Any:
     return users.take(system_generator().random(len(users)) < share)
 
 
-def add_node_noise(
-    algorithm: Algorithm, total: Total, generator: Callable[[], np.random.Generator] = system_generator
-) -> Total:
+def add_node_noise(algorithm: Algorithm, total: Total) -> Total:
     """Add a node's share of the noise to its sum, if nodes add any."""
-    if algorithm.aggregator.share is None:
-        return total
-    return add_noise(algorithm.aggregator.share(parts_of(algorithm)), total, generator())
+    share = share_of_noise(algorithm)
+    return total if share is None else add_noise(share, total, system_generator())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.display import Say
 from fedrecon._src.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpack
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.sums import NodeSum, open_sum, secure_sum_of
@@ -68,7 +68,7 @@ class NodeRegistry:
 
     accepts_gateways = False  # whether those who join may be gateways
 
-    def __init__(self, plan: Plan, channel: Channel, pace: Pace, run: str, say: Callable[[str], None]):
+    def __init__(self, plan: Plan, channel: Channel, pace: Pace, run: str, say: Say):
         """Begin without nodes."""
         self.plan, self.channel, self.pace, self.run_id, self.say = plan, channel, pace, run, say
         self.done = 0  # rounds
@@ -89,10 +89,6 @@ class NodeRegistry:
     def min_nodes(self) -> int:
         """How many must have joined to begin a round, and have answered to end one."""
         return max(self.pace.min_nodes, self.least_nodes)
-
-    def reset(self) -> None:
-        """Ask every node to join again, with the current state."""
-        self.joined, self._invited_at = {}, {}
 
     def update(self) -> list[int]:
         """Invite new nodes, read the replies of those that were invited, and return the nodes that take part."""
@@ -169,18 +165,10 @@ class NodeRegistry:
     def collect_sum(self, question: Envelope, invited: list[int], enough: int, pace: Pace) -> NodeSum:
         """Collect a sum over nodes; note which of them must join again, and which are left out for a while."""
         if self.plan.secure and not self.over_gateways:  # their sums are secure already
-            numbers = {node: number for node in invited if (number := self.joined[node]) is not None}
-            node_sum = secure_sum_of(
-                self.plan,
-                self.channel,
-                question,
-                invited,
-                numbers if self.plan.promises.signed else None,
-                seconds=pace.deadline,
-                stage_seconds=pace.stage_deadline,
-            )
+            numbers, times = {node: self.joined[node] for node in invited}, (pace.deadline, pace.stage_deadline)
+            node_sum = secure_sum_of(self.plan, self.channel, question, numbers, *times)
         else:
-            node_sum = open_sum(self.plan, self.channel, question, invited, enough=enough, seconds=pace.deadline)
+            node_sum = open_sum(self.plan, self.channel, question, invited, enough, pace.deadline)
         for node, reason in node_sum.replies.failed.items():
             if reason in ("not_joined", "old_run"):
                 self.joined.pop(node, None)
@@ -195,9 +183,5 @@ class NodeRegistry:
 
     def finish(self, nodes: list[int], message: Envelope, seconds: float) -> None:
         """Give nodes the trained model, for their owners."""
-        self.channel.collect(
-            dict.fromkeys(nodes, message),
-            lambda request, data: open_reply(data, request, MOST_HEADER),
-            len(nodes),
-            seconds,
-        )
+        requests, read = dict.fromkeys(nodes, message), lambda request, data: open_reply(data, request, MOST_HEADER)
+        self.channel.collect(requests, read, len(nodes), seconds)

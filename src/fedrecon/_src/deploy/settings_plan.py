@@ -13,15 +13,15 @@ import jax
 
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.client_sampling import Sampling
-from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
-from fedrecon._src.core.display import Progress, silent
+from fedrecon._src.core.display import Progress, Say, silent
 from fedrecon._src.core.model import AUTO
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.data.sources import DataError
-from fedrecon._src.deploy.plan import OPTIONS, NodeData, Plan, PlanError
+from fedrecon._src.deploy.plan import NodeData, Plan, PlanError, PlanOptions
 from fedrecon._src.deploy.plan_privacy import max_answers, round_zero_releases
 from fedrecon._src.privacy.accounting import Release, noise_for
 from fedrecon._src.recommend.config import Config, Reading, config_from_json, to_json
@@ -42,7 +42,6 @@ class SettingsPlan(Plan):
     Attributes:
       config: the settings of task, model, split, R, U, server, aggregator and seed. They name no data.
       legend: what ids stand for: the items of a catalogue, or the words of a vocabulary.
-      result: of round zero. It is not part of the agreement: the digest does not depend on it.
 
     Example:
       >>> from fedrecon._src.recommend.config import RatingsConfig
@@ -56,7 +55,6 @@ class SettingsPlan(Plan):
 
     config: Config
     legend: Any
-    result: Result | None = None
 
     @property
     def task(self) -> Task[Any, Any, Any]:
@@ -71,20 +69,14 @@ class SettingsPlan(Plan):
         examples: float | None = None if self.result is None else self.result.num_examples
         noise, aggregator = config.privacy.noise_multiplier, None
         if noise is not None:
-            options = {name: getattr(self, name) for name in OPTIONS}
             config, examples = with_rule(config, self.users, noise / (self.share * self.users))
-            aggregator = _aggregator_of(config, options)
+            aggregator = _aggregator_of(config, self)
         return build_algorithm(config, model, 1 if examples is None else examples, aggregator)
 
     @functools.cached_property
     def zero(self) -> RoundZero | None:
         """Round zero, if there is one."""
-        return self.task.round_zero(self.config, len(self.legend), {name: getattr(self, name) for name in OPTIONS})
-
-    @property
-    def unprepared(self) -> bool:
-        """Whether round zero comes first."""
-        return self.zero is not None and self.result is None
+        return self.task.round_zero(self.config, len(self.legend), self)
 
     def prepared(self, result: Result) -> SettingsPlan:
         """Return the plan with the result of round zero in settings, legend and model; its digest stays."""
@@ -93,10 +85,6 @@ class SettingsPlan(Plan):
     def subject(self) -> dict[str, Any]:
         """Return settings and legend."""
         return {"config": to_json(self.config), "legend": self.task.describe(self.legend)}
-
-    def settings(self) -> dict[str, Any]:
-        """Return what `run.json` says about the settings."""
-        return {"config": to_json(self.config)}
 
     def about(self) -> str:
         """Say what is trained."""
@@ -114,7 +102,7 @@ class SettingsPlan(Plan):
         """Save a model as `fedrecon train` does."""
         SavedModel(self.config, params, self.legend, failed).save(folder)
 
-    def watch(self, say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+    def watch(self, say: Say) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record."""
         return warn_of_divergence(self.config, self.task, say)
 
@@ -141,14 +129,10 @@ class SettingsPlan(Plan):
         read = self.task.read_node(self.config, self.legend, Path(path), reading or Reading(), progress)
         enough = read.clients.at_least(least := max(least, self.min_examples))
         if not len(enough):
-            raise DataError(f"{path} has no {self.people} with {least} {self.task.unit or self.task.examples} or more")
+            unit = self.task.unit or self.task.examples
+            raise DataError(f"{path} has no {self.task.people} with {least} {unit} or more")
         skipped = {**read.skipped, "users_below_minimum": len(read.clients) - len(enough)}
         return NodeData(split_users(enough, self.config.data), skipped)
-
-    def node_data(self, path: Path, reading: Reading, least: int, clients: Clients | None) -> NodeData:
-        """Read a node's file."""
-        del clients
-        return self.read_file(path, reading, least)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], algorithm: Algorithm | None, options: Mapping[str, Any]) -> SettingsPlan:
@@ -186,44 +170,34 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
     """
     # Who takes part is up to nodes and server, and all rounds are trained.
     config = dataclasses.replace(config, data=_without_places(config.data), sampling=Sampling(), patience=None)
-    config, protected = task_of(config).pin(config, legend), config.privacy.on
+    config, privacy = task_of(config).pin(config, legend), config.privacy
     fewest, largest = (getattr(config.data, name) for name in config.data.bounds)
-    if (problem := _problem(config, {name: getattr(Plan, name) for name in OPTIONS} | options)) is not None:
-        raise PlanError(problem)
+    numbers: dict[str, Any] = {"min_examples": fewest, "max_examples": largest}
+    numbers |= {name: getattr(config, name) for name in ("rounds", "seed", "evaluate_every")}
+    agreed = PlanOptions(**numbers, **options)
+    simulated, alone = config.aggregate.secure, privacy.on and agreed.users < 2
+    varies = privacy.correlated is not None or (privacy.clip_quantile is not None and agreed.secure)
+    rules = {
+        "--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more": not simulated,
+        "give --data.max-examples: a plan limits examples per user, so that all nodes run one program": largest,
+        "nodes add independent noise for one clipping norm: leave out correlated and clip_quantile": not varies,
+        "with --privacy options, give --users, the number of users of all nodes together": not alone,
+    }
+    check_rules(rules, PlanError)
     try:
-        config, options = _with_noise(config, legend, options)
+        config, agreed = _with_noise(config, legend, agreed) if privacy.on else (config, agreed)
     except (ValueError, ImportError) as error:
         raise PlanError(str(error)) from None
-    assert largest is not None  # or there is a problem
     algorithm = build_algorithm(config, task_of(config).build_model(config, legend))
     assert algorithm.model.lookups != AUTO
     return SettingsPlan(
         config=config,
         legend=legend,
-        lengths=lengths_for(largest, algorithm.method.needs),
-        rounds=config.rounds,
-        seed=config.seed,
-        evaluate_every=config.evaluate_every,
-        min_examples=fewest,
-        max_examples=largest,
-        clip_norm=config.privacy.clip_norm if protected else config.aggregate.clip_norm,
-        delta=config.privacy.delta,
-        **options,
+        lengths=lengths_for(agreed.max_examples, algorithm.method.needs),
+        clip_norm=config.privacy.clip_norm if privacy.on else config.aggregate.clip_norm,
+        delta=privacy.delta,
+        **vars(agreed),
     )
-
-
-def _problem(config: Config, options: Mapping[str, Any]) -> str | None:
-    """Say why settings cannot be those of a plan; None if they can."""
-    privacy = config.privacy
-    if config.aggregate.secure:
-        return "--aggregate.secure is for simulations; here it is --secure, with --least-nodes 2 or more"
-    if getattr(config.data, config.data.bounds[1]) is None:
-        return "give --data.max-examples: a plan limits examples per user, so that all nodes run one program"
-    if privacy.correlated is not None or (privacy.clip_quantile is not None and options["secure"]):
-        return "nodes add independent noise for one clipping norm: leave out correlated and clip_quantile"
-    if privacy.on and options["users"] < 2:
-        return "with --privacy options, give --users, the number of users of all nodes together"
-    return None
 
 
 def _without_places(data: Any) -> Any:
@@ -232,50 +206,40 @@ def _without_places(data: Any) -> Any:
     return dataclasses.replace(data, **{name: value for name, value in removed.items() if hasattr(data, name)})
 
 
-def _with_noise(config: Config, legend: Any, changes: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+def _with_noise(config: Config, legend: Any, options: PlanOptions) -> tuple[Config, PlanOptions]:
     """Return settings and options that say how much noise there is, also if they give only an epsilon.
 
     Raises:
       ValueError: a deployment cannot keep what the settings promise.
     """
-    privacy, options = config.privacy, {name: getattr(Plan, name) for name in OPTIONS} | dict(changes)
-    if not privacy.on:
-        return config, dict(changes)
-    users, share, rounds = options["users"], float(options["share"]), max_answers(config.rounds)
-    before: tuple[Release, ...] = ()
+    users, share, rounds = options.users, float(options.share), max_answers(config.rounds)
+    per_round, before = share * users, tuple[Release, ...]()
     task = task_of(config)
-    if (zero := task.round_zero(config, len(legend), options | {"round_zero_noise": 1.0})) is not None:
+    zero = task.round_zero(config, len(legend), dataclasses.replace(options, round_zero_noise=1.0))
+    if zero is not None:
         if not zero.noised:
             raise ValueError(f"round zero of {config.task} adds no noise: leave out --privacy options")
-        if not options["round_zero_noise"]:
-            options["round_zero_noise"] = _noise_of_round_zero(config, Population(users, share * users), zero)
-        before = round_zero_releases(dataclasses.replace(zero, noise_multiplier=options["round_zero_noise"]))
+        noise_of_zero = options.round_zero_noise or _noise_of_round_zero(config, Population(users, per_round), zero)
+        options = dataclasses.replace(options, round_zero_noise=noise_of_zero)
+        before = round_zero_releases(dataclasses.replace(zero, noise_multiplier=noise_of_zero))
     _, model = task.start_model(config, legend, None if zero is None else zero.start())
     parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
 
+    def with_noise(noise: float) -> Config:
+        privacy = dataclasses.replace(config.privacy, noise_multiplier=noise)
+        return with_rule(dataclasses.replace(config, privacy=privacy), users, noise / per_round)[0]
+
     def release(noise: float) -> Release:
-        chosen = dataclasses.replace(config, privacy=dataclasses.replace(config.privacy, noise_multiplier=noise))
-        aggregator = _aggregator_of(with_rule(chosen, users, noise / (share * users))[0], options)
-        assert aggregator is not None
+        aggregator = _aggregator_of(with_noise(noise), options)
         assert aggregator.release is not None
         return aggregator.release(parts)._replace(rate=share, rounds=rounds)
 
-    noise = privacy.noise_multiplier
+    noise = config.privacy.noise_multiplier
     if noise is None:
-        assert privacy.epsilon is not None
-        noise = noise_for(
-            privacy.epsilon,
-            clients=users,
-            per_round=share * users,
-            rounds=rounds,
-            delta=privacy.delta,
-            before=before,
-            release=release,
-        )
-    clip = with_rule(config, users, noise / (share * users))[0].privacy.clip_norm
-    return dataclasses.replace(
-        config, privacy=dataclasses.replace(privacy, noise_multiplier=noise, clip_norm=clip)
-    ), options
+        assert config.privacy.epsilon is not None
+        cohort: dict[str, Any] = {"clients": users, "per_round": per_round, "rounds": rounds}
+        noise = noise_for(config.privacy.epsilon, **cohort, delta=config.privacy.delta, before=before, release=release)
+    return dataclasses.replace(config, privacy=with_noise(noise).privacy), options
 
 
 def _noise_of_round_zero(config: Config, population: Population, zero: RoundZero) -> float:
@@ -295,12 +259,12 @@ def _noise_of_round_zero(config: Config, population: Population, zero: RoundZero
     return round_zero_noise(config, population, release) * math.sqrt(repeats)
 
 
-def _aggregator_of(config: Config, options: Mapping[str, Any]) -> aggregators.Aggregator:
+def _aggregator_of(config: Config, options: PlanOptions) -> aggregators.Aggregator:
     """Return the aggregator of a plan with noise."""
-    noise, users, least = config.privacy.noise_multiplier, options["users"], options["least_nodes"]
+    noise, users, least = config.privacy.noise_multiplier, options.users, options.least_nodes
     assert noise is not None
-    per_round = float(options["share"]) * users
-    if not options["secure"]:
+    per_round = float(options.share) * users
+    if not options.secure:
         return build_private(config, noise, per_round)
     client_noise = aggregators.ClientNoise(noise, per_round, least, simulated=False)
     return build_secure(config, client_noise, max(OVERFLOW_ROOM * users, least))

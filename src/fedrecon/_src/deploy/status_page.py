@@ -66,18 +66,20 @@ HEADERS = {
 
 def number(value: Any) -> str:
     """Write a number with four digits; a dash for one that is missing."""
-    return "–" if not isinstance(value, int | float) or not math.isfinite(value) else f"{value:.4g}"
+    return f"{value:.4g}" if _is_number(value) else "–"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def render_curve(records: Sequence[Mapping[str, Any]]) -> str:
     """Draw the loss of rounds as a line and that of evaluations as dots, in SVG."""
-    curves = {
-        "round": [(r["round"], r.get("loss")) for r in records if r["kind"] == "round"],
-        "evaluation": [(r["round"], r["micro"].get("loss")) for r in records if r["kind"] == "evaluation"],
-    }
-    for kind, points in curves.items():
-        points = [(x, y) for x, y in points if isinstance(y, int | float) and math.isfinite(y)]
-        curves[kind] = points[:: max(1, math.ceil(len(points) / CURVE_POINTS))]
+    curves: dict[str, list[tuple[int, float]]] = {"round": [], "evaluation": []}
+    for record in records:
+        loss = record.get("micro", record).get("loss")
+        curves[record["kind"]] += [(record["round"], loss)] if _is_number(loss) else []
+    curves = {kind: points[:: math.ceil(len(points) / CURVE_POINTS) or 1] for kind, points in curves.items()}
     points = curves["round"] + curves["evaluation"]
     if not points:
         return "<p>No round has ended yet.</p>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,7 +49,7 @@ class NodeSum(NamedTuple):
 
 
 def open_sum(
-    plan: Plan, channel: Channel, question: Envelope, nodes: Sequence[int], *, enough: int, seconds: float
+    plan: Plan, channel: Channel, question: Envelope, nodes: Sequence[int], enough: int, seconds: float
 ) -> NodeSum:
     """Collect the sums of nodes, which the server sees."""
     like = shapes_of(plan, purpose_of(question))
@@ -60,14 +61,7 @@ def open_sum(
 
 
 def secure_sum_of(
-    plan: Plan,
-    channel: Channel,
-    question: Envelope,
-    nodes: Sequence[int],
-    numbers: Mapping[int, int] | None,
-    *,
-    seconds: float,
-    stage_seconds: float,
+    plan: Plan, channel: Channel, question: Envelope, invited: Mapping[int, int | None], seconds: float, stage: float
 ) -> NodeSum:
     """Collect masked sums of nodes, of which the server learns only the total; nodes may leave between two messages.
 
@@ -75,43 +69,40 @@ def secure_sum_of(
       plan: the plan, in which sums are secure.
       channel: reaches the nodes.
       question: what is summed.
-      nodes: who is invited.
-      numbers: the nodes' numbers in the plan's list, if keys are signed.
+      invited: nodes, with their numbers in the plan's list if keys are signed.
       seconds: how long to wait for masked sums.
-      stage_seconds: how long to wait for each small message.
+      stage: how long to wait for each small message.
     """
     from fedrecon._src.privacy import secure_sum
 
-    nodes, purpose, replies = sorted(nodes[: plan.most_nodes]), purpose_of(question), Replies()
+    nodes, purpose, replies = sorted(list(invited)[: plan.most_nodes]), purpose_of(question), Replies()
     least = max(plan.least_nodes, len(nodes) // 2 + 1)
     if len(nodes) < least:
         return NodeSum([], [], Replies(failed=dict.fromkeys(nodes, "secure_sum")))
     like, wide = shapes_of(plan, purpose), question_number(purpose) is not None
     length, cohort = length_of(like, wide), len(nodes)
     terms = secure_sum.plan(cohort, length, bits=bits_of(like), round=question.round, circle=cohort, threshold=least)
-    numbers = {node: k for k, node in enumerate(nodes)} if numbers is None else {node: numbers[node] for node in nodes}
+    numbers = {node: k if (number := invited[node]) is None else number for k, node in enumerate(nodes)}
     by_number = {number: node for node, number in numbers.items()}
     most = 8 * length + 2**16 + 256 * cohort  # bytes of a reply
 
     def send(kind: str, bodies: Mapping[int, bytes], seconds: float, **facts: Any) -> list[tuple[int, bytes]]:
         """Send each number its body, and return the bodies of the replies."""
-        requests = {}
-        for number, body in bodies.items():
-            own_facts = {**facts, "me": number} if facts else {}
-            requests[by_number[number]] = question._replace(kind=kind, facts=own_facts, body=body)
-        answers = channel.collect(
-            requests, lambda request, data: open_reply(data, request, most), len(requests), seconds
-        )
+        requests = {
+            by_number[k]: question._replace(kind=kind, facts={**facts, "me": k} if facts else {}, body=body)
+            for k, body in bodies.items()
+        }
+        answers = channel.collect(requests, lambda request, data: open_reply(data, request, most), len(bodies), seconds)
         replies.add(answers)
         return [(numbers[node], body) for node, body in sorted(answers.good.items())]
 
     try:
-        hellos = send("advertise", dict.fromkeys(by_number, terms.to_bytes()), stage_seconds, purpose=purpose)
+        hellos = send("advertise", dict.fromkeys(by_number, terms.to_bytes()), stage, purpose=purpose)
         state, rosters = secure_sum.introduce(terms, hellos, verify_keys=node_keys.verify_keys(plan))
-        state, deliveries = secure_sum.deliver(state, send("share", rosters, stage_seconds))
+        state, deliveries = secure_sum.deliver(state, send("share", rosters, stage))
         bodies = {number: pack_pair(delivery, question.body) for number, delivery in deliveries.items()}
         state, requests = secure_sum.collect(state, send("mask", bodies, seconds))
-        total = secure_sum.total(state, send("unmask", requests, stage_seconds))
+        total = secure_sum.total(state, send("unmask", requests, stage))
     except secure_sum.SecureSumError:
         for node in set(nodes) - set(replies.late):
             replies.failed.setdefault(node, "secure_sum")
@@ -142,9 +133,8 @@ def _in_ring(tree: Any) -> bool:
 
 def length_of(like: Any, wide: bool = False) -> int:
     """Return how many integers a tree of arrays becomes."""
-    return (2 if wide and not _in_ring(like) else 1) * sum(
-        int(np.prod(leaf.shape)) for leaf in flatten(like)[0].values()
-    )
+    size = sum(math.prod(leaf.shape) for leaf in flatten(like)[0].values())
+    return 2 * size if wide and not _in_ring(like) else size
 
 
 def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:

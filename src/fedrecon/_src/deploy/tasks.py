@@ -27,9 +27,9 @@ from typing import Annotated
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from fedrecon._src.deploy.http_server import (
+    ROUNDS,
     Limits,
     RequestError,
     Service,
@@ -108,13 +108,10 @@ class TaskBoard:
         """List the nodes that are connected: they wait for a task, work on one, or were heard a moment ago."""
         with self._changed:
             now = time.monotonic()
-            busy = {
-                node
-                for node, entries in self._open.items()
-                if any(entry.fetched and entry.deadline > now for entry in entries.values())
-            }
+            entries = [entry for by_name in self._open.values() for entry in by_name.values()]
+            busy = {entry.node for entry in entries if entry.fetched and entry.deadline > now}
             recent = {node for node, seen in self._last_seen.items() if now - seen < PRESENCE_SECONDS}
-            return sorted(busy | recent | {node for node, count in self._polls.items() if count})
+            return sorted(busy | recent | (+self._polls).keys())
 
     def name(self, node: int) -> str:
         """Return the name that a node is registered with."""
@@ -167,10 +164,9 @@ class TaskBoard:
     def number_of(self, key: bytes) -> int:
         """Return a node's number, and note that it was heard."""
         with self._changed:
-            if key not in self._numbers:
-                self._numbers[key] = len(self._keys)
+            number = self._numbers.setdefault(key, len(self._keys))
+            if number == len(self._keys):
                 self._keys.append(key)
-            number = self._numbers[key]
             if number not in self._last_seen:
                 self._changed.notify_all()
             self._last_seen[number] = time.monotonic()
@@ -244,13 +240,7 @@ class Api(Service):
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         board.wake = self._wake
-        routes = [
-            Route("/v1/plan", self.get_plan),
-            Route("/v1/check-in", self.check_in),
-            Route("/v1/broadcasts/{digest}", self.get_broadcast),
-            Route("/v1/rounds/{number}/reports/{ticket}", self.put_report, methods=["PUT"]),
-        ]
-        super().__init__(limits, routes)
+        super().__init__(limits, ROUNDS)
 
     def _wake(self, node: int) -> None:
         """Tell a waiting node, from the thread of the round loop, that it has a task."""

@@ -23,17 +23,22 @@ _DEVICE = re.compile("[A-Za-z0-9_-]{1,64}")
 _TOKEN = re.compile(r"v1\.([A-Za-z0-9_-]{1,64})\.([0-9]{1,12})\.([A-Za-z0-9_-]{43})")
 
 
-class AdmissionError(ValueError):
-    """A request whose token or signature admits nobody.
+class Refused(ValueError):
+    """A message or request that is refused.
 
     Attributes:
-      problem: why, in a word: `no-token`, `bad-token`, `expired-token`, or one of `node_keys.PROBLEMS`.
+      reason: one word, by which refusals are counted.
+      why: a sentence.
     """
 
-    def __init__(self, problem: str, detail: str):
-        """Set the problem and a sentence about it."""
-        super().__init__(detail)
-        self.problem = problem
+    def __init__(self, reason: str, why: str):
+        """Set the reason and why."""
+        super().__init__(why)
+        self.reason, self.why = reason, why
+
+
+class AdmissionError(Refused):
+    """A request whose token or signature admits nobody: `no-token`, `bad-token`, or one of `node_keys.PROBLEMS`."""
 
 
 def issue_token(secret: bytes, device: str, seconds: float = 30 * 86_400) -> str:

@@ -15,6 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from fedrecon._src.core.display import Say
 from fedrecon._src.core.wire import SLACK, nbytes
 from fedrecon._src.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, pack, read_tree, unpack
 
@@ -119,18 +120,15 @@ class InProcess:
     def poll(self, tickets: Collection[int]) -> Mapping[int, Reply]:
         """Let the nodes of these tickets answer."""
         replies = {}
-        for ticket in tickets:
-            if ticket not in self._waiting:
-                continue
+        for ticket in [ticket for ticket in tickets if ticket in self._waiting]:
             node, data = self._waiting.pop(ticket)
             try:
                 reply = self.handlers[node](data)
+                self.seen.append((node, data, reply))
+                if reply is not None:
+                    replies[ticket] = Reply(reply)
             except Exception as problem:
                 replies[ticket] = Reply(None, f"{type(problem).__name__}: {problem}")
-                continue
-            self.seen.append((node, data, reply))
-            if reply is not None:
-                replies[ticket] = Reply(reply)
         return replies
 
     def cancel(self, tickets: Collection[int]) -> None:
@@ -301,13 +299,12 @@ class SocketGrid:
     When the ServerApp is restarted, messages under way are lost, and the round is repeated with whoever is there.
     """
 
-    def __init__(self, path: Path, max_bytes: int, say: Callable[[str], None] = lambda text: None):
+    def __init__(self, path: Path, max_bytes: int, say: Say = lambda text: None):
         """Connect when it is first needed."""
         self._path, self._max_bytes, self._say = path, max_bytes, say
         self._peer: Connection | None = None
         self._lock = threading.Lock()
-        self._lost: set[str] = set()  # tickets
-        self._open: set[str] = set()
+        self._tickets: dict[str, bool] = {}  # of messages under way, and whether they are lost
 
     def nodes(self) -> list[int]:
         """List the nodes that are connected now; none while there is no ServerApp."""
@@ -322,26 +319,25 @@ class SocketGrid:
         """Send a message of a round; return Flower's name for it."""
         answer, _ = self._call({"op": "send", "node": node, "seconds": seconds, "round": number}, data)
         ticket = answer.get("ticket") or f"lost-{time.monotonic_ns()}"
-        (self._open if answer.get("ticket") else self._lost).add(ticket)
+        self._tickets[ticket] = not answer.get("ticket")
         return ticket
 
     def poll(self, tickets: Collection[str]) -> Mapping[str, Reply]:
         """Return the replies that have arrived, each once."""
-        waiting = sorted(self._open.intersection(tickets))
+        waiting = sorted(ticket for ticket in tickets if self._tickets.get(ticket) is False)
         answer, parts = self._call({"op": "poll", "tickets": waiting}) if waiting else ({}, [])
-        replies = {}
+        replies = {
+            ticket: Reply(None, "the ServerApp was restarted") for ticket in tickets if self._tickets.get(ticket)
+        }
         for entry, part in zip(answer.get("replies", []), parts, strict=True):
             replies[entry["ticket"]] = Reply(None, entry["error"]) if entry["error"] else Reply(part)
-        lost = self._lost.intersection(tickets)
-        replies |= dict.fromkeys(lost, Reply(None, "the ServerApp was restarted"))
-        self._open -= set(replies)
-        self._lost -= lost
+        self.cancel(replies)
         return replies
 
     def cancel(self, tickets: Collection[str]) -> None:
         """Forget messages. Flower drops them when their time is over."""
-        self._open -= set(tickets)
-        self._lost -= set(tickets)
+        for ticket in tickets:
+            self._tickets.pop(ticket, None)
 
     def close(self) -> None:
         """End the Flower run."""
@@ -363,5 +359,5 @@ class SocketGrid:
                     self._peer.close()
                     self._say("the ServerApp is gone; waiting for another flwr run")
                 self._peer = None
-                self._lost, self._open = self._lost | self._open, set()
+                self._tickets = dict.fromkeys(self._tickets, True)
                 return {}, []

@@ -249,7 +249,7 @@ class Task(Protocol[C, D, L]):
         """Return settings for a plan, without what is found in the data of one place."""
         return config
 
-    def round_zero(self, config: C, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
+    def round_zero(self, config: C, num_items: int, options: Any) -> RoundZero | None:
         """Return round zero over nodes, from the options of a plan; None if there is none."""
         return None
 

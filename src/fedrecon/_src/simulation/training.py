@@ -22,7 +22,7 @@ from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.display import Progress, bars
 from fedrecon._src.core.keys import run_keys
-from fedrecon._src.core.model import finish, metric_names
+from fedrecon._src.core.model import Model, finish, metric_names
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.privacy.ledger import Ledger, Spending, spending
 from fedrecon._src.server.aggregator import Report
@@ -536,7 +536,6 @@ class _Loop:
         at_once = 1 if jax.tree.leaves(client_state) else ROUNDS_AT_ONCE
         self._cohorts = Cohorts(algorithm, clients, sampling, layout, keys, at_once)
         self._ahead: Future[PackedRounds] | None = None
-        self._no_sums = np.zeros((len(metric_names(algorithm.model)), 2))  # for aggregators that report no metrics
         self._run = compile_rounds(algorithm, layout)
         self.stopper = _Stopper(None, self)
 
@@ -597,15 +596,21 @@ class _Loop:
 
     def _record(self, packed: PackedRounds, reports: Report, r: int) -> Record:
         report = {name: value[r] for name, value in reports.items()}
-        return {
-            "kind": "round",
-            "round": packed.first + r + 1,
-            **finish(self._algorithm.model, report.pop("sums", self._no_sums)),
-            "weight": float(report.pop("weight", np.nan)),
-            "skipped": bool(report.pop("skipped")),
-            **{name: _number(value) for name, value in report.items() if value.ndim == 0},
-            **packed.samples[r].counts,
-        }
+        return describe_round(self._algorithm.model, packed.first + r + 1, report) | packed.samples[r].counts
+
+
+def describe_round(model: Model, number: int, report: Report) -> Record:
+    """Return what a round's record says about the sum: metrics, weight, counts, whether it was skipped."""
+    numbers: dict[str, Any] = {name: np.asarray(value) for name, value in report.items()}
+    no_sums = np.zeros((len(metric_names(model)), 2))  # for aggregators that report no metrics
+    return {
+        "kind": "round",
+        "round": number,
+        **finish(model, numbers.pop("sums", no_sums)),
+        "weight": float(numbers.pop("weight", np.nan)),
+        "skipped": bool(numbers.pop("skipped")),
+        **{name: _number(value) for name, value in numbers.items() if value.ndim == 0},
+    }
 
 
 def _number(value: Any) -> float | int:

@@ -8,14 +8,17 @@ is killed. The old run is restored if the new one never reaches its first checkp
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import hmac
 import json
+import platform
 import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -51,6 +54,7 @@ from fedrecon._src.storage.ownership import (
     file_lock,
     mark_folder,
 )
+from fedrecon._version import __version__
 
 MAX_METRICS_BYTES = 2**32
 
@@ -70,6 +74,17 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     usable = isinstance(record, dict) and record.get("kind") in ("round", "evaluation")
     return record if usable and type(record.get("round")) is int else None
+
+
+def timestamp() -> str:
+    """Return the time as `run.json` writes it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def package_versions(*modules: ModuleType) -> dict[str, str]:
+    """Return the versions of Python, of fedrecon and of some modules, by name, as `run.json` has them."""
+    versions = {module.__name__: module.__version__ for module in modules}
+    return {"python": platform.python_version(), "fedrecon": __version__, **versions}
 
 
 PLOTS, LOGS = "plots", "tensorboard"  # LOGS: event files of --log tensorboard

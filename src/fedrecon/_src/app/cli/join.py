@@ -132,18 +132,22 @@ def run(args: Join) -> int:
 
 def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) -> Node:
     """Return the node that an operator's options describe."""
-    from fedrecon._src.deploy.algorithm_plan import import_algorithm
+    from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan, import_algorithm
     from fedrecon._src.deploy.node import Memory, Node
     from fedrecon._src.deploy.node_keys import read_public_keys
+    from fedrecon._src.deploy.settings_plan import SettingsPlan
 
-    code = None if args.algorithm is None else import_algorithm(args.algorithm, args.source)
+    algorithm, clients = (None, None) if args.algorithm is None else import_algorithm(args.algorithm, args.source)
 
     def read(plan: Plan) -> NodeData:
-        clients = None if code is None else code.clients
-        data = plan.node_data(args.source, args.data, args.min_examples, clients)
+        if isinstance(plan, AlgorithmPlan) and clients is not None:
+            data = plan.split_clients(clients)
+        else:
+            assert isinstance(plan, SettingsPlan)
+            data = plan.read_file(args.source, args.data, args.min_examples)
         train, valid, test = map(len, data.users)
         left_out = f"; left out: {skipped}" if (skipped := listed_counts(data.skipped)) else ""
-        say(f"{args.source}: {train:,} {plan.people} train, {valid:,} validate, {test:,} test{left_out}")
+        say(f"{args.source}: {train:,} {plan.task.people} train, {valid:,} validate, {test:,} test{left_out}")
         return data
 
     return Node(
@@ -151,7 +155,7 @@ def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) ->
         acceptance(args, say),
         Memory(folder),
         say,
-        algorithm=None if code is None else code.algorithm,
+        algorithm=algorithm,
         key=key,
         trusted=None if args.nodes is None else read_public_keys(args.nodes),
     )

@@ -164,7 +164,7 @@ def run(args: Serve) -> int:
     from fedrecon._src.deploy.transport import Channel
     from fedrecon._src.storage.run_folder import RunFolder
 
-    plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None).algorithm)
+    plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None)[0])
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
     status = None if args.status == "none" else parse_address(args.status, "--status", least=0)
     folder, print_record, task = RunFolder(args.out), _printer(args.json), plan.task
@@ -214,11 +214,12 @@ def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[s
 
 def _run_devices(args: Serve) -> int:
     """Train over devices."""
-    from fedrecon._src.deploy.device_rounds import DevicePace, open_start, serve_devices
+    from fedrecon._src.deploy.device_rounds import open_start, serve_devices
     from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
     from fedrecon._src.deploy.http_client import Connection, parse_server
     from fedrecon._src.deploy.http_server import Limits, parse_address, run_service
     from fedrecon._src.deploy.node_keys import read_private_key
+    from fedrecon._src.deploy.registry import Pace
     from fedrecon._src.deploy.tokens import read_secret
     from fedrecon._src.storage.run_folder import RunFolder
 
@@ -226,7 +227,7 @@ def _run_devices(args: Serve) -> int:
     assert devices.run is not None  # or `rules` had refused it
     assert devices.tokens is not None
     start, address = open_start(devices.run, plan), parse_address(args.listen)
-    pace = DevicePace(args.per_round, args.deadline, args.wait, devices.retry)
+    pace = Pace(args.per_round, deadline=args.deadline, patience=args.wait)
     limits = Limits(plan.report_bytes, connections=args.max_connections)
     api = DeviceApi(plan, read_secret(devices.tokens), devices.retry, limits)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C

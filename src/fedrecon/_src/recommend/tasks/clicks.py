@@ -243,7 +243,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         dim, at_least = dim_of(config.model, len(items)), config.data.at_least
         return dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim, at_least=at_least))
 
-    def round_zero(self, config: ClicksConfig, num_items: int, options: Mapping[str, Any]) -> RoundZero:
+    def round_zero(self, config: ClicksConfig, num_items: int, options: Any) -> RoundZero:
         return SpectralStart(num_items=num_items, dim=dim_of(config.model, num_items))
 
     def start_model(self, config: ClicksConfig, items: Items, zero: Any) -> tuple[ClicksConfig, Model]:

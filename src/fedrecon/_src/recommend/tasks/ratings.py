@@ -331,14 +331,14 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
     def pin(self, config: RatingsConfig, items: Items) -> RatingsConfig:
         return dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
 
-    def round_zero(self, config: RatingsConfig, num_items: int, options: Mapping[str, Any]) -> RoundZero | None:
+    def round_zero(self, config: RatingsConfig, num_items: int, options: Any) -> RoundZero | None:
         if not (config.model.round_zero or config.data.transform != "none"):
             return None
         noise: dict[str, Any] = {}
         if config.privacy.on:
-            clients = max(round(options["users"] * config.data.fractions[0]), 1)
-            noise = {"noise_multiplier": options["round_zero_noise"], "clients": clients, "approximate": True}
-            noise["hosts"] = options["least_nodes"] if options["secure"] else 0
+            clients = max(round(options.users * config.data.fractions[0]), 1)
+            noise = {"noise_multiplier": options.round_zero_noise, "clients": clients, "approximate": True}
+            noise["hosts"] = options.least_nodes if options.secure else 0
         return round_zero_of(config, num_items, **noise)
 
     def start_model(self, config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Model]:
