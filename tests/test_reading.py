@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedrecon._src.app.cli import main
 from fedrecon._src.data import sources as sources_module
-from fedrecon._src.data.ratings import KINDS, read_rows
+from fedrecon._src.data.ratings import read_rows
 from fedrecon._src.data.sources import RowErrors
 from fedrecon._src.data.tables import TextTable
 from fedrecon.data import DataError, load, load_ratings
@@ -135,7 +135,7 @@ def test_a_time_that_nobody_asked_for_says_how_to_turn_it_off(write, time, probl
 )
 def test_pyarrow_reads_what_is_common(text, delimiter):
     table = TextTable(io.BytesIO(text.encode()), "f", delimiter=delimiter, header=False)
-    batch = next(table.batches({"user": 0, "item": 1, "rating": 2, "time": 3}, KINDS, RowErrors("error")))
+    batch = next(table.batches({"user": 0, "item": 1, "rating": 2, "time": 3}, RowErrors("error")))
     assert batch.lines is None
 
 

@@ -5,12 +5,11 @@ costs its own length and no more, and whether ids are numbers or text is decided
 `007` does not turn millions of rows into text.
 """
 
-import contextlib
 import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -204,34 +203,28 @@ def describe_columns(recognised: Mapping[str, str]) -> str:
 # ---- values one by one: the rule, and the error ----
 
 
-def check_id(role: str, value: Any) -> None:
-    """Raise ValueError if a value cannot be an id."""
-    if isinstance(value, float):
-        valid = abs(value) < MAX_WHOLE_FLOAT and value == int(value)
-    else:
-        valid = value is not None and 0 < len(str(value)) <= LONGEST_ID and "\0" not in str(value)
-    if not valid:
+def _parse_id(role: str, value: Any) -> str:
+    """Return an id as text, without white space around it."""
+    text = "" if value is None else str(value).strip()
+    whole = not isinstance(value, float) or (abs(value) < MAX_WHOLE_FLOAT and value.is_integer())
+    if not (whole and 0 < len(text) <= LONGEST_ID and "\0" not in text):
         rule = f"a whole number or 1 to {LONGEST_ID} characters other than NUL"
         raise ValueError(f"{role} {str(value)[:30]!r} must be {rule}")
+    return text
 
 
-def parse_rating(value: Any) -> float:
-    """Return a rating, or raise ValueError."""
-    return _parse_number("rating", value, MAX_RATING)
-
-
-def parse_time(value: Any) -> int:
-    """Return a time in whole seconds since 1970 from a number or an ISO date, or raise ValueError."""
+def _parse_time(role: str, value: Any) -> int:
+    """Return a time in whole seconds since 1970, from a number or an ISO date."""
     if isinstance(value, str) and _DATE_START.match(value):
         return since_1970(value) // timedelta(seconds=1)
     whole = isinstance(value, int) or (isinstance(value, str) and _WHOLE.fullmatch(value))
-    time = int(value) if whole else int(_parse_number("time", value, MAX_TIME))
+    time = int(value) if whole else int(_parse_number(role, value, MAX_TIME))
     if not -(1 << 63) <= time < 1 << 63:
-        raise ValueError(f"time {str(value)[:50]!r} must be a number of seconds in 64 bits")
+        raise ValueError(f"{role} {str(value)[:50]!r} must be a number of seconds in 64 bits")
     return time
 
 
-def _parse_number(role: str, value: Any, most: float) -> float:
+def _parse_number(role: str, value: Any, most: float = MAX_RATING) -> float:
     text = "" if value is None else str(value)
     try:
         number = float(text.replace("_", "x"))  # only Python reads 1_000
@@ -241,6 +234,14 @@ def _parse_number(role: str, value: Any, most: float) -> float:
         advice = ", with a point for decimals" if "," in text else ""
         raise ValueError(f"{role} {text[:50]!r} must be a finite number up to {most:.2g}{advice}")
     return number
+
+
+# By what a column is for: what a value means. Raises ValueError if it cannot be one.
+PARSE: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("user", "item"), _parse_id),
+    "rating": _parse_number,
+    "time": _parse_time,
+}
 
 
 # ---- values column by column ----
@@ -253,24 +254,31 @@ class Values(NamedTuple):
     valid: np.ndarray
     texts: list[str] | None = None
 
+    def to_texts(self) -> list[str]:
+        """Return all values as text."""
+        return [str(value) if self.texts is None else self.texts[value] for value in self.array.tolist()]
+
 
 def convert_column(role: str, name: object, column: pa.Array, source: str) -> Values:
-    """Convert a column of users, items, ratings or times."""
+    """Convert a column of users, items, ratings, times or titles."""
     kind = column.type
     valid = np.asarray(column.is_valid())
-    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if role == "title":
+        texts = ["" if value is None else str(value).strip() for value in column.to_pylist()]
+        return Values(np.arange(len(texts)), np.ones(len(texts), bool), texts)
+    if is_text(kind):
+        return _convert_text(role, column, valid)
     if role == "time" and (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
         column = column.cast(pa.timestamp("s")) if pa.types.is_date(kind) else column
         array = np.asarray(column.cast(pa.int64()).fill_null(0)) // PER_SECOND[column.type.unit]
         return Values(array, valid & (array >= FIRST_YEAR))
-    if is_text(kind):
-        return _convert_text(role, column, valid)
-    if not numeric:
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         rule = "must hold whole numbers or text" if role in ("user", "item") else "must hold numbers"
         raise DataError(f"{source}: the {role} column {name!r} {rule} (got {kind}).")
     array = np.asarray(column.fill_null(0))
     if role == "rating":
-        return Values(array.astype(np.float64), valid & (np.abs(array.astype(np.float64)) <= MAX_RATING))
+        array = array.astype(np.float64)
+        return Values(array, valid & (np.abs(array) <= MAX_RATING))
     if pa.types.is_floating(kind):
         limit = MAX_TIME if role == "time" else MAX_WHOLE_FLOAT
         valid = valid & (np.abs(array) < limit) & ((role == "time") | (array == np.rint(array)))
@@ -280,19 +288,18 @@ def convert_column(role: str, name: object, column: pa.Array, source: str) -> Va
 
 def _convert_text(role: str, column: pa.Array, valid: np.ndarray) -> Values:
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-    texts = encoded.dictionary.to_pylist()
     codes = np.asarray(encoded.indices.fill_null(0)).astype(np.int32)
+    parsed: list[Any] = []
+    for text in [*encoded.dictionary.to_pylist(), None]:  # None, so that there is one to begin with
+        try:
+            parsed.append(PARSE[role](role, text))
+        except ValueError:
+            parsed.append(None)
+    valid = valid & np.array([value is not None for value in parsed])[codes]
     if role in ("user", "item"):
-        texts = [text.strip() if text and (text[0].isspace() or text[-1].isspace()) else text for text in texts]
-        good = np.array([bool(text) and len(text) <= LONGEST_ID and "\0" not in text for text in texts], bool)
-        return Values(codes, valid & good[codes] if texts else valid, texts)
-    parse = parse_rating if role == "rating" else parse_time
-    numbers = np.zeros(len(texts) + 1, np.float64 if role == "rating" else np.int64)
-    good = np.zeros(len(numbers), bool)
-    for k, text in enumerate(texts):
-        with contextlib.suppress(ValueError):
-            numbers[k], good[k] = parse(text), True
-    return Values(numbers[codes], valid & good[codes])
+        return Values(codes, valid, parsed)
+    numbers = np.array([0 if value is None else value for value in parsed], float if role == "rating" else np.int64)
+    return Values(numbers[codes], valid)
 
 
 # ---- ids ----
@@ -309,9 +316,9 @@ class IdColumn:
         self._parts: list[np.ndarray] = []
         self._is_text = False
 
-    def add(self, values: Values, rows: np.ndarray) -> None:
-        """Add the ids at some rows."""
-        array = values.array[rows]
+    def add(self, values: Values) -> None:
+        """Add the ids of some rows."""
+        array = values.array
         if values.texts is not None:
             self._is_text = True
             used = np.flatnonzero(np.bincount(array, minlength=len(values.texts)))

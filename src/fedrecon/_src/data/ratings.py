@@ -1,35 +1,30 @@
 """Ratings: clients that rated items, how they are read from tables of user, item, rating and time, and titles."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import numpy as np
-import pyarrow as pa
 
 from fedrecon._src.core.checks import check_choice, check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import listed_counts
 from fedrecon._src.data.columns import (
-    LONGEST_ID,
+    PARSE,
     Column,
     ColumnMatch,
     IdColumn,
     Values,
-    check_id,
     convert_column,
     find_columns,
-    parse_rating,
-    parse_time,
 )
 from fedrecon._src.data.sources import BadRows, DataError, RowErrors
 from fedrecon._src.data.summary import Summary, summarize
-from fedrecon._src.data.tables import Batch, Kind, Table, TextOptions, open_table
+from fedrecon._src.data.tables import Batch, Table, TextOptions, open_table
 
 Duplicates = Literal["last", "first", "mean", "sum", "error"]
-KINDS: Mapping[str, Kind] = {"user": "id", "item": "id", "rating": "number", "time": "time"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,9 +176,8 @@ def load_ratings(
     """
     check_choice("duplicates", duplicates, get_args(Duplicates))
     columns = {"user": user, "item": item, "rating": rating, "time": time}
-    errors = RowErrors(bad_rows)
     with open_table(source, **text) as table:
-        rows = read_rows(table, columns, errors, schema)
+        rows = read_rows(table, columns, RowErrors(bad_rows), schema)
         return collect_ratings(rows, table.source, duplicates, min_ratings, schema.item_ids, at_least)
 
 
@@ -202,74 +196,68 @@ def read_rows(
 ) -> RatingTable:
     """Read the rows of a table, a batch in memory at a time."""
     match = find_columns(table, columns, schema.columns)
-    user, item = (IdColumn(table.source, role, integers=not table.typed) for role in ("user", "item"))
-    rating, time = [np.empty(0, np.float32)], [np.empty(0, np.int64)]
-    done = 0
-    for batch in table.batches(match.positions, KINDS, errors):
-        values, valid = _check_batch(table.source, match, batch, schema.rating_limits)
-        if batch.reread is not None and not valid.all():
-            batch = batch.reread()
-            values, valid = _check_batch(table.source, match, batch, schema.rating_limits)
-        if not valid.all():
-            row = int(np.argmin(valid))
-            problem, fields = _describe_error(match, batch, row, schema.rating_limits)
-            errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()), fields)
-        rows = np.flatnonzero(valid)
-        user.add(values["user"], rows)
-        item.add(values["item"], rows)
-        rating.append(values["rating"].array[rows].astype("f4") if "rating" in values else np.ones(len(rows), "f4"))
-        if "time" in values:
-            time.append(values["time"].array[rows])
-        done += len(valid)
-    arrays = {"rating": _concatenate(rating)}
-    if "time" in match.positions:
-        arrays["time"] = _concatenate(time)
-    arrays["user"], users = user.finish()
-    arrays["item"], items = item.finish()
+    ids = {role: IdColumn(table.source, role, integers=not table.typed) for role in ("user", "item")}
+    kinds = {role: kind for role, kind in (("rating", "f4"), ("time", "i8")) if role in match.positions}
+    parts = {role: [np.empty(0, kind)] for role, kind in kinds.items()}
+    for values in _read_valid(table, match, errors, schema.rating_limits):
+        for role, column in ids.items():
+            column.add(values[role])
+        for role, kind in kinds.items():
+            parts[role].append(values[role].array.astype(kind, copy=False))
+    # one by one, so that not all are in memory twice
+    arrays = {role: np.concatenate(parts.pop(role)) for role in kinds}
+    (arrays["user"], users), (arrays["item"], items) = (column.finish() for column in ids.values())
+    arrays.setdefault("rating", np.ones(len(arrays["user"]), "f4"))
     return RatingTable(arrays, users, items, errors.skipped["bad_rows"], match.recognised)
 
 
+def _read_valid(
+    table: Table, match: ColumnMatch, errors: RowErrors, limits: RatingLimits | None = None
+) -> Iterator[dict[str, Values]]:
+    """Yield the columns of a table, a batch of rows at a time; report rows that are not valid, and leave them out."""
+    done = 0
+    for batch in table.batches(match.positions, errors):
+        values, valid = _check_batch(table.source, match, batch, limits)
+        if batch.reread is not None and not valid.all():
+            batch = batch.reread()
+            values, valid = _check_batch(table.source, match, batch, limits)
+        if not valid.all():
+            row = int(np.argmin(valid))
+            problem, fields = _describe_error(match, batch, values, row, limits)
+            errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()), fields)
+        yield {role: value._replace(array=value.array[valid]) for role, value in values.items()}
+        done += len(valid)
+
+
 def _check_batch(
-    source: str, match: ColumnMatch, batch: Batch, rating_limits: RatingLimits | None
+    source: str, match: ColumnMatch, batch: Batch, limits: RatingLimits | None
 ) -> tuple[dict[str, Values], np.ndarray]:
     """Convert the columns of a batch, and tell which rows are valid."""
     columns = batch.columns.items()
     values = {role: convert_column(role, match.names[role], column, source) for role, column in columns}
     valid = np.logical_and.reduce([value.valid for value in values.values()])
-    if rating_limits is not None and "rating" in values:
+    if limits is not None and "rating" in values:
         with np.errstate(over="ignore"):
-            valid &= rating_limits.contains(values["rating"].array)
+            valid &= limits.contains(values["rating"].array)
     return values, valid
 
 
 def _describe_error(
-    match: ColumnMatch, batch: Batch, row: int, rating_limits: RatingLimits | None
+    match: ColumnMatch, batch: Batch, values: Mapping[str, Values], row: int, limits: RatingLimits | None
 ) -> tuple[str, list[str]]:
     """Describe what is wrong with a row, and name the arguments that may help."""
-    for role, column in batch.columns.items():
-        value, name = column[row].as_py(), match.names[role]
-        try:
-            if role in ("user", "item"):
-                check_id(role, value)
-            elif role == "time":
-                parse_time(value)
-            else:
-                rating = parse_rating(value)
-                if rating_limits is not None and not rating_limits.contains(rating):
-                    return rating_limits.describe_error(rating), []
-        except (ValueError, TypeError) as problem:
-            if role not in match.optional:
-                return f"{problem} (column {name!r})", []
-            advice = f"it was detected as the {role} column: pass {role}=None to ignore it"
-            return f"{problem} (column {name!r}; {advice})", [role]
-    return "the row cannot be read", []
-
-
-def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays and drop them, so that not all columns are in memory twice."""
-    whole = np.concatenate(parts)
-    parts.clear()
-    return whole
+    role = next((role for role, value in values.items() if not value.valid[row]), "")
+    if not role and limits is not None:
+        return limits.describe_error(values["rating"].array[row]), []
+    problem: object = "the value cannot be read"
+    try:
+        PARSE[role](role, batch.columns[role][row].as_py())
+    except (ValueError, TypeError, OverflowError) as error:
+        problem = error
+    if role not in match.optional:
+        return f"{problem} (column {match.names[role]!r})", []
+    advice = f"it was detected as the {role} column: pass {role}=None to ignore it"
+    return f"{problem} (column {match.names[role]!r}; {advice})", [role]
 
 
 def collect_ratings(
@@ -407,27 +395,12 @@ def load_titles(
 
 def read_titles(table: Table, item: Column, title: Column, errors: RowErrors) -> dict[str, str]:
     """Read titles by item id."""
-    positions = find_columns(table, {"item": item, "title": title}).positions
+    match = find_columns(table, {"item": item, "title": title})
     titles: dict[str, str] = {}
-    done = 0
-    for batch in table.batches(positions, {"item": "text", "title": "text"}, errors):
-        ids, names = (_to_texts(batch.columns[role]) for role in ("item", "title"))
-        if batch.reread is not None and not all(0 < len(key) <= LONGEST_ID for key in ids):
-            batch = batch.reread()
-            ids, names = (_to_texts(batch.columns[role]) for role in ("item", "title"))
-        for row, (key, name) in enumerate(zip(ids, names, strict=True)):
-            try:
-                check_id("item", key)
-            except ValueError as problem:
-                errors.add(f"{table.source} {batch.describe_row(row, done)}", problem)
-            else:
-                titles |= {key: name[:LONGEST_TITLE]} if name else {}
-        done += len(ids)
+    for values in _read_valid(table, match, errors):
+        pairs = zip(values["item"].to_texts(), values["title"].to_texts(), strict=True)
+        titles |= {item_id: name[:LONGEST_TITLE] for item_id, name in pairs if name}
     return titles
-
-
-def _to_texts(column: pa.Array) -> list[str]:
-    return ["" if value is None else str(value).strip() for value in column.to_pylist()]
 
 
 def unique_labels(titles: Sequence[str], ids: Sequence[Any]) -> list[str]:

@@ -33,8 +33,6 @@ from fedrecon._src.data.sources import (
     read_text,
 )
 
-Kind = Literal["id", "number", "time", "text"]
-
 PARQUET = b"PAR1"
 BATCH_ROWS = 1 << 20
 BYTES_PER_VALUE = 8
@@ -98,7 +96,8 @@ def open_table(source: Any, **options: Any) -> Iterator["Table"]:
       **options: `TextOptions`.
     """
     if not isinstance(source, str | Path):
-        yield ArrowTable(to_arrow(source), "the data frame")
+        frame = to_arrow(source)
+        yield ArrowTable(frame, frame.schema, "the data frame")
         return
     name = "standard input" if str(source) == "-" else str(source)
     if not is_readable(source):
@@ -108,7 +107,8 @@ def open_table(source: Any, **options: Any) -> Iterator["Table"]:
             yield TextTable(stream, name, **options)
             return
         with _arrow_errors(name):
-            table = ArrowTable(pa.BufferReader(stream.read()) if is_stream(source) else str(source), name)
+            file = pa.BufferReader(stream.read()) if is_stream(source) else pa.OSFile(str(source))
+            table = ArrowTable(file, _read_schema(file, name), name)
         yield table
 
 
@@ -126,27 +126,18 @@ def _arrow_errors(source: str) -> Iterator[None]:
 class ArrowTable:
     """A Parquet file, or a pyarrow table."""
 
-    def __init__(self, content: Any, source: str) -> None:
-        self.content, self.source, self.typed = content, source, True
-        self.schema = content.schema if isinstance(content, pa.Table) else self._read_schema()
-        self.names, self.width = list(self.schema.names), len(self.schema.names)
-
-    def _read_schema(self) -> pa.Schema:
-        size = self.content.size() if isinstance(self.content, pa.BufferReader) else Path(self.content).stat().st_size
-        with pa.parquet.ParquetFile(self.content) as file:
-            rows = file.metadata.num_rows
-            if rows * BYTES_PER_VALUE > max(ALWAYS_ALLOWED, size * MAX_EXPANSION):
-                raise DataError(f"{self.source} declares {rows:,} rows in {size:,} bytes, which no real data has.")
-            return file.schema_arrow
+    def __init__(self, content: pa.Table | pa.NativeFile, schema: pa.Schema, source: str) -> None:
+        self.content, self.schema, self.source, self.typed = content, schema, source, True
+        self.names, self.width = list(schema.names), len(schema.names)
 
     def is_numeric(self, position: int) -> bool:
         """Tell whether a column holds numbers."""
         kind = self.schema.field(position).type
         return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
-    def batches(self, positions: Mapping[str, int], kinds: Mapping[str, Kind], errors: RowErrors) -> Iterator[Batch]:
+    def batches(self, positions: Mapping[str, int], errors: RowErrors) -> Iterator[Batch]:
         """Yield the columns at these positions, by what they are for."""
-        del kinds, errors
+        del errors
         names = {role: self.names[position] for role, position in positions.items()}
         for role, name in names.items():
             if self.names.count(name) > 1:
@@ -159,12 +150,18 @@ class ArrowTable:
         if isinstance(self.content, pa.Table):
             yield from self.content.select(names).to_batches(BATCH_ROWS)
             return
-        if isinstance(self.content, pa.BufferReader):
-            self.content.seek(0)
         # Text that is stored once is read as it is stored: unpacked, few bytes could become any number of gigabytes.
         texts = [name for name in names if is_text(self.schema.field(name).type)]
         with pa.parquet.ParquetFile(self.content, read_dictionary=texts) as file:
             yield from file.iter_batches(BATCH_ROWS, columns=names)
+
+
+def _read_schema(content: pa.NativeFile, source: str) -> pa.Schema:
+    with pa.parquet.ParquetFile(content) as file:
+        rows, size = file.metadata.num_rows, content.size()
+        if rows * BYTES_PER_VALUE > max(ALWAYS_ALLOWED, size * MAX_EXPANSION):
+            raise DataError(f"{source} declares {rows:,} rows in {size:,} bytes, which no real data has.")
+        return file.schema_arrow
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -194,60 +191,40 @@ class TextTable:
             raise DataError(f"`delimiter` must be neither quotes nor line ends (got {delimiter!r}).")
         check_number("skip_lines", skip_lines)
         self.source, self.typed = source, False
-        self._chunks, self._rest, self._line = read_text(stream, source, encoding), io.StringIO(), 1
-        self._convert: Callable[[str], str] = str
-        self._begin_data(skip_lines)
-        line = self._take_line()
-        first = line[:-1]
+        self._chunks, self._line = read_text(stream, source, encoding), 1  # what is not read yet, and where it begins
+        chunk = self._begin_data(skip_lines)
+        first = chunk[: chunk.index("\n")]
         if _is_json_object(first):
             raise JsonLinesError(f"{source} holds JSON objects; expected rows of user, item and rating")
         self._set_delimiter(delimiter or _find_delimiter(first, source), quoting)
         fields = self._split(self._convert(first))
         if not any(fields):
-            number = self._line - 1
-            raise DataError(f"{source} line {number} has only empty fields; expected the names of columns, or values.")
+            rule = "expected the names of columns, or values"
+            raise DataError(f"{source} line {self._line} has only empty fields; {rule}.")
         if header is None:
             header = not any(map(_is_number, fields))
         self.names, self.width = fields if header else None, len(fields)
-        rest = ("" if header else line) + self._rest.read()
-        self._give_back(rest, lines=0 if header else 1)
-        lines = rest[:SAMPLE_CHARACTERS].split("\n")[: SAMPLE_ROWS + 1][:-1]
+        if header:
+            chunk = chunk[len(first) + 1 :]
+            self._line += 1
+        self._chunks = itertools.chain([chunk], self._chunks)
+        lines = chunk[:SAMPLE_CHARACTERS].split("\n")[: SAMPLE_ROWS + 1][:-1]
         self._sample = [self._split(self._convert(line)) for line in lines if line.strip()]
 
-    def _begin_data(self, skip_lines: int) -> None:
-        """Skip the first lines, and blank ones after them."""
-        while skip_lines and self._take_line():
-            skip_lines -= 1
-        chunk = self._take()
-        while chunk.isspace():
-            chunk = self._take()
-        if not chunk:
-            raise DataError(f"{self.source} is empty; expected one row per line.")
-        chunk = chunk[re.match(r"(?:[^\S\n]*\n)*", chunk).end() :]  # type: ignore[union-attr]
-        self._give_back(chunk, chunk.count("\n"))
-
-    def _take(self) -> str:
-        """Return what is left of the chunk that was begun, or the next chunk; "" at the end."""
-        chunk = self._convert(self._rest.read() or next(self._chunks, ""))
-        self._line += chunk.count("\n")
-        return chunk
-
-    def _take_line(self) -> str:
-        """Return the next line; "" at the end."""
-        line = self._rest.readline()
-        if not line:
-            self._rest = io.StringIO(next(self._chunks, ""))
-            line = self._rest.readline()
-        self._line += bool(line)
-        return self._convert(line)
-
-    def _give_back(self, text: str, lines: int) -> None:
-        """Return the end of what was taken, with so many lines."""
-        self._rest = io.StringIO(text)
-        self._line -= lines
+    def _begin_data(self, skip_lines: int) -> str:
+        """Skip the first lines, and blank ones after them; return the rest of the chunk."""
+        for chunk in self._chunks:
+            skip = min(skip_lines, chunk.count("\n"))
+            start = re.match(rf"(?:.*\n){{{skip}}}(?:[^\S\n]*\n)*", chunk).end()  # type: ignore[union-attr]
+            skip_lines -= skip
+            self._line += chunk.count("\n", 0, start)
+            if start < len(chunk):
+                return chunk[start:]
+        raise DataError(f"{self.source} is empty; expected one row per line.")
 
     def _set_delimiter(self, delimiter: str, quoting: bool) -> None:
         self.delimiter, self.quoting = delimiter, quoting and (len(delimiter) == 1 or delimiter.isspace())
+        self._convert: Callable[[str], str] = str
         if delimiter.isspace() and delimiter != "\t":
             self._convert, self.delimiter = _convert_spaces, SEPARATOR
         elif len(delimiter) > 1:
@@ -271,19 +248,20 @@ class TextTable:
         """Tell whether the first entries of a column are numbers."""
         return bool(self._sample) and all(len(row) > position and _is_number(row[position]) for row in self._sample)
 
-    def batches(self, positions: Mapping[str, int], kinds: Mapping[str, Kind], errors: RowErrors) -> Iterator[Batch]:
+    def batches(self, positions: Mapping[str, int], errors: RowErrors) -> Iterator[Batch]:
         """Yield the columns at these positions, by what they are for; report rows that are too short."""
-        while chunk := self._take():
-            if chunk.isspace():
-                continue
-            columns = self._parse(chunk, positions, kinds)
-            reread = partial(self._parse_rows, chunk, positions, errors)
-            yield reread() if columns is None else Batch(columns, None, reread)
+        for chunk in map(self._convert, self._chunks):
+            first = self._line
+            self._line += chunk.count("\n")
+            if chunk and not chunk.isspace():
+                columns = self._parse(chunk, positions)
+                reread = partial(self._parse_rows, chunk, first, positions, errors)
+                yield reread() if columns is None else Batch(columns, None, reread)
 
-    def _parse(self, chunk: str, positions: Mapping[str, int], kinds: Mapping[str, Kind]) -> dict[str, pa.Array] | None:
+    def _parse(self, chunk: str, positions: Mapping[str, int]) -> dict[str, pa.Array] | None:
         """Parse a chunk with pyarrow; None if it might read it differently than row by row."""
         distinct = len(set(positions.values())) == len(positions)
-        hexadecimal = "time" in kinds.values() and ("0x" in chunk or "0X" in chunk)  # a number to pyarrow
+        hexadecimal = "time" in positions and ("0x" in chunk or "0X" in chunk)  # a number to pyarrow
         if "\0" in chunk or hexadecimal or not distinct or not self.delimiter.isascii():
             return None
         quoted = self.quoting and '"' in chunk
@@ -292,7 +270,6 @@ class TextTable:
         fields = self._split(next(line for line in io.StringIO(chunk) if line != "\n"))
         if max(positions.values()) >= len(fields):
             return None
-        types = {role: _arrow_type(kinds[role], fields[position]) for role, position in positions.items()}
         data = chunk.encode()
         try:
             table = pa.csv.read_csv(
@@ -300,8 +277,8 @@ class TextTable:
                 pa.csv.ReadOptions(column_names=[str(k) for k in range(len(fields))], block_size=len(data) + 1),
                 pa.csv.ParseOptions(delimiter=self.delimiter, quote_char='"' if quoted else False),
                 pa.csv.ConvertOptions(
-                    column_types={str(position): types[role] for role, position in positions.items()},
-                    include_columns=[str(position) for position in positions.values()],
+                    column_types={str(k): _arrow_type(role, fields[k]) for role, k in positions.items()},
+                    include_columns=[str(k) for k in positions.values()],
                     null_values=[],
                 ),
             )
@@ -309,15 +286,19 @@ class TextTable:
             return None
         return {role: table.column(str(position)).combine_chunks() for role, position in positions.items()}
 
-    def _parse_rows(self, chunk: str, positions: Mapping[str, int], errors: RowErrors) -> Batch:
-        """Split a chunk row by row, and go on with the lines after it while a quoted field is open."""
+    def _read_on(self, chunk: str) -> Iterator[str]:
+        """Yield the lines of a chunk and, if a reader needs more because a quoted field is open, of those after it."""
+        yield from io.StringIO(chunk)
+        for more in self._chunks:
+            self._line += more.count("\n")
+            yield from io.StringIO(self._convert(more))
+
+    def _parse_rows(self, chunk: str, first: int, positions: Mapping[str, int], errors: RowErrors) -> Batch:
+        """Split a chunk row by row, and with it those after it that begin within a quoted field."""
         rows, lines, last = [], [], max(positions.values())
-        count = chunk.count("\n")
-        first = line = self._line - count
-        reader = self._reader(itertools.chain(io.StringIO(chunk), iter(self._take_line, "")))
+        reader = self._reader(self._read_on(chunk))
         try:
-            while reader.line_num < count:
-                line = first + reader.line_num
+            while (line := first + reader.line_num) < self._line:
                 fields = [field.strip() for field in next(reader)]
                 if len(fields) > last and any(fields):
                     rows.append([fields[position] for position in positions.values()])
@@ -335,10 +316,10 @@ class TextTable:
 Table = TextTable | ArrowTable
 
 
-def _arrow_type(kind: Kind, example: str) -> pa.DataType:
-    if kind == "time":
+def _arrow_type(role: str, example: str) -> pa.DataType:
+    if role == "time":
         return pa.timestamp("us") if DATE.match(example) else pa.int64()
-    return {"id": pa.dictionary(pa.int32(), pa.string()), "number": pa.float64(), "text": pa.string()}[kind]
+    return pa.float64() if role == "rating" else pa.dictionary(pa.int32(), pa.string())
 
 
 def _find_delimiter(line: str, source: str) -> str:

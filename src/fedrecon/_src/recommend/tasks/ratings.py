@@ -139,7 +139,7 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
         if item not in names:
             raise DataError(f"{path} has no column {item!r}; it has: {', '.join(names)}. Use --item-column.")
         positions = {role: names.index(name) for role, name in (("item", item), ("title", title)) if name in names}
-        for batch in table.batches(positions, dict.fromkeys(positions, "text"), RowErrors("error")):
+        for batch in table.batches(positions, RowErrors("error")):
             columns = [[str(text or "").strip() for text in batch.columns[role].to_pylist()] for role in positions]
             for row, (item_id, name) in enumerate(zip(columns[0], columns[-1], strict=True)):
                 if item_id and titles.setdefault(item_id, name) != name:
