@@ -7,7 +7,7 @@ not kept are spelled, if they are not too many), counts.npy, and corpus.json.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from fedrecon._src.core.checks import check_choice, check_number
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.display import Advance, Progress, silent
-from fedrecon._src.data.sentences import MAX_WORDS, PAD, Sentences, Vocabulary, next_word_columns, word_hash
+from fedrecon._src.data.sentences import HASH_BITS, MAX_WORDS, PAD, Sentences, Vocabulary, next_word_columns, word_hash
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.storage.arrays import map_array
 from fedrecon._src.storage.manifest import Format, read_folder_manifest
@@ -220,23 +220,21 @@ class Corpus:
         chosen = self.split(clients) if isinstance(clients, str) else clients
         check_number("max_words", max_words, least=1)
         fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
-        encoder = _Encoder(self.tokens, self.words, vocabulary, max_words, spelled)
+        encode = _encoder(self, chosen, vocabulary, max_words)
         if folder is not None:
             with progress("writing examples of clients", len(chosen)) as advance:
-                return Sentences.from_generator(folder, _iterate_clients(chosen, encoder, advance), **fields)
+                return Sentences.from_generator(folder, _iterate_clients(chosen, encode, advance), **fields)
         rows = rows_of(chosen.starts, chosen.ends)
-        columns: dict[str, np.ndarray] = {}
-        for start in range(0, max(1, len(rows)), SENTENCES_PER_BLOCK):
-            part = rows[start : start + SENTENCES_PER_BLOCK]
-            for name, values in encoder.columns(chosen, part).items():
-                if name not in columns:
-                    columns[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
-                columns[name][start : start + len(part)] = values
+        blocks = [encode(rows[k : k + SENTENCES_PER_BLOCK]) for k in range(0, max(1, len(rows)), SENTENCES_PER_BLOCK)]
+        # one by one, so that not all are in memory twice
+        columns = {name: np.concatenate([block.pop(name) for block in blocks]) for name in tuple(blocks[0])}
+        codes = columns.pop("other")
         if spelled:
             outside = columns["target"] >= vocabulary.first_oov
-            codes, columns["other"][outside] = np.unique(columns["other"][outside], return_inverse=True)
-            columns["other"] = np.where(outside, columns["other"] + 1, 0).astype(np.int32)
-            fields["other_words"] = np.array(self._spell(codes), str)
+            distinct, numbers = np.unique(codes[outside], return_inverse=True)
+            columns["other"] = np.zeros(outside.shape, np.int32)
+            columns["other"][outside] = numbers + 1
+            fields["other_words"] = np.array(self._spell(distinct), str)
         ends = np.cumsum(chosen.sizes)
         return Sentences(columns, ends - chosen.sizes, ends, chosen.names, **fields)
 
@@ -251,52 +249,44 @@ def _words_of(content: bytes) -> tuple[str, ...]:
     return tuple(content.decode("utf-8").split("\n")[:-1])
 
 
-class _Encoder:
-    """Turns codes into ids of one vocabulary, many sentences at a time."""
+def _encoder(
+    corpus: Corpus, clients: Clients, vocabulary: Vocabulary, max_words: int
+) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+    """Return what turns sentences, given by their rows, into columns: ids of a vocabulary, and codes as `other`."""
+    # the id of every code that is not negative: padding and the kept words
+    table = np.array([PAD, *map(vocabulary.id_of, corpus.words)], np.int32)
+    # words of the vocabulary that are not kept, by hash; none has the last
+    missing = set(vocabulary.words).difference(corpus.words)
+    pairs = sorted((word_hash(word), vocabulary.id_of(word)) for word in missing)
+    hashes, ids_by_hash = np.array([*pairs, (1 << HASH_BITS, 0)], np.int64).T
+    position = np.arange(max_words)
 
-    def __init__(
-        self, tokens: np.ndarray, words: Sequence[str], vocabulary: Vocabulary, max_words: int, spelled: bool
-    ) -> None:
-        self.tokens, self.vocabulary, self.max_words, self.spelled = tokens, vocabulary, max_words, spelled
-        # the id of every code that is not negative: padding and the kept words
-        self.table = np.array([PAD, *map(vocabulary.id_of, words)], np.int32)
-        # words of the vocabulary that are not kept, by hash
-        missing = sorted((word_hash(word), vocabulary.id_of(word)) for word in set(vocabulary.words).difference(words))
-        self.hashes, self.ids = np.array(missing, np.int64).reshape(-1, 2).T
-
-    def columns(self, clients: Clients, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the columns of the sentences at these rows; if `spelled`, with the codes of their words as `other`."""
-        begin, end = (np.asarray(clients.columns[name][rows]) for name in ("begin", "end"))
-        position = np.arange(self.max_words)
+    def encode(rows: np.ndarray) -> dict[str, np.ndarray]:
+        begin, end, time = (np.asarray(clients.columns[name][rows]) for name in ("begin", "end", "time"))
         real = position < (end - begin)[:, None]
         codes = np.zeros(real.shape, np.int32)
-        codes[real] = self.tokens[(begin[:, None] + position)[real]]
+        codes[real] = corpus.tokens[(begin[:, None] + position)[real]]
         lengths, is_kept = np.count_nonzero(codes, 1), codes >= 0
-        vocabulary = self.vocabulary
-        ids = np.zeros((len(rows), self.max_words + 1), np.int32)
-        ids[:, 0] = vocabulary.bos
-        ids[:, 1:] = self.table[np.where(is_kept, codes, 0)]
-        ids[:, 1:][~is_kept] = self._ids_of(-1 - codes[~is_kept])
-        short = np.flatnonzero(lengths < self.max_words)
+        words = table[np.where(is_kept, codes, 0)]
+        other = -1 - codes[~is_kept].astype(np.int64)
+        index = np.searchsorted(hashes, other)
+        buckets = vocabulary.first_oov + other % vocabulary.buckets
+        words[~is_kept] = np.where(hashes[index] == other, ids_by_hash[index], buckets)
+        ids = np.pad(words, [(0, 0), (1, 0)], constant_values=vocabulary.bos)
+        short = np.flatnonzero(lengths < max_words)
         ids[short, lengths[short] + 1] = vocabulary.eos
-        columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets)
-        columns["time"] = np.asarray(clients.columns["time"][rows])
-        return columns | {"other": codes} if self.spelled else columns
+        return next_word_columns(ids, len(vocabulary), vocabulary.buckets) | {"time": time, "other": codes}
 
-    def _ids_of(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the ids of words that are not kept."""
-        buckets = self.vocabulary.first_oov + hashes % self.vocabulary.buckets
-        if not len(self.hashes):
-            return buckets
-        index = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        return np.where(self.hashes[index] == hashes, self.ids[index], buckets)
+    return encode
 
 
 def _iterate_clients(
-    clients: Clients, encoder: _Encoder, advance: Advance
+    clients: Clients, encode: Callable[[np.ndarray], dict[str, np.ndarray]], advance: Advance
 ) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
     """Yield the name and the columns of every client."""
-    for k, (start, end) in enumerate(zip(clients.starts.tolist(), clients.ends.tolist(), strict=True)):
-        name = k if clients.names is None else str(clients.names[k])
-        yield name, encoder.columns(clients, np.arange(start, end))
+    names = range(len(clients)) if clients.names is None else map(str, clients.names)
+    for name, start, end in zip(names, clients.starts.tolist(), clients.ends.tolist(), strict=True):
+        columns = encode(np.arange(start, end))
+        del columns["other"]
+        yield name, columns
         advance(1)

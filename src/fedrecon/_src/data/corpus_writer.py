@@ -8,19 +8,22 @@ replaced by its code (see `corpus`). What is stored depends on no vocabulary siz
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypedDict
+from xml.etree import ElementTree
 
 import numpy as np
+from pydantic import ValidationError
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, explain_validation
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress, listed_counts, silent
 from fedrecon._src.data.corpus import FORMAT, MANIFEST, Corpus
 from fedrecon._src.data.sentences import word_hash
-from fedrecon._src.data.sources import DataError
+from fedrecon._src.data.sources import DataError, RowErrors
 from fedrecon._src.storage.arrays import ArrayFile
 from fedrecon._src.storage.atomic import StorageError, atomic_folder
 from fedrecon._src.storage.manifest import write_folder_manifest
@@ -105,12 +108,33 @@ def check_client_name(value: str | int) -> str:
     return name
 
 
+def parse_posts(
+    records: Generator[tuple[str, Any]], parse: Callable[[Any], Post | None], errors: RowErrors, unit: str = "posts"
+) -> Iterator[Post]:
+    """Parse records, each of which comes with its place; None is a record that is left out."""
+    with closing(records):  # at once, also after an error: it may show its progress
+        for place, record in records:
+            try:
+                post = parse(record)
+            except ValidationError as error:
+                errors.add(place, explain_validation(error))
+            except KeyError as error:
+                errors.add(place, f"no {error}")
+            except (ValueError, OverflowError, RecursionError, ElementTree.ParseError) as error:
+                errors.add(place, error)
+            else:
+                if post is not None:
+                    if not post.sentences:
+                        errors.skipped[f"{unit}_without_words"] += 1
+                    yield post
+
+
 def prepare_corpus(
     posts: Iterable[Post],
     folder: str | Path,
     settings: CorpusSettings,
     source: str,
-    skipped: MutableMapping[str, int],
+    skipped: Counter[str],
     progress: Progress = silent,
 ) -> Corpus:
     """Write a corpus to a folder, which appears under its name when it is complete, and open it.

@@ -7,18 +7,25 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any, Unpack
 from xml.etree import ElementTree
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from fedrecon._src.core.checks import explain_validation
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data.corpus import FORMAT, Corpus
-from fedrecon._src.data.corpus_writer import CorpusOptions, CorpusSettings, Post, check_client_name, prepare_corpus
+from fedrecon._src.data.corpus_writer import (
+    CorpusOptions,
+    CorpusSettings,
+    Post,
+    check_client_name,
+    parse_posts,
+    prepare_corpus,
+)
 from fedrecon._src.data.sentences import split_text
 from fedrecon._src.data.sources import (
     BadRows,
@@ -49,47 +56,30 @@ BLOCKS = frozenset("address blockquote br dd div dl dt h1 h2 h3 h4 h5 h6 hr li o
 # ---- records ----
 
 
-def read_lines(path: str | Path, errors: RowErrors, progress: Progress) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of every line that is not blank; gzip is recognised by its content."""
+def read_lines(path: str | Path, errors: RowErrors, progress: Progress) -> Generator[tuple[str, bytes]]:
+    """Yield where each line is that is not blank, and its bytes; gzip is recognised by its content."""
     if not Path(path).is_file():
         raise DataError(f"{path} is not a file. Check the path.")
-    size = Path(path).stat().st_size
     with (
-        progress(f"reading {Path(path).name} (kB)", size >> 10) as advance,
+        progress(f"reading {Path(path).name} (kB)", Path(path).stat().st_size >> 10) as advance,
         open_bytes(path, on_read=lambda done: advance(done >> 10)) as file,
     ):
         for number in itertools.count(1):
+            where = f"{path} line {number}"
             try:
                 line = file.readline(LONGEST_LINE)
                 if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
                     while line and not line.endswith(b"\n"):
                         line = file.readline(LONGEST_LINE)
-                    errors.add(f"{path} line {number}", f"longer than {LONGEST_LINE} bytes")
+                    errors.add(where, f"longer than {LONGEST_LINE} bytes")
                     continue
             except UnpackingError as problem:
-                errors.add(f"{path} line {number}", problem)
+                errors.add(where, problem)
                 return
             if not line:
                 return
             if not line.isspace():
-                yield number, line
-
-
-def _read_posts(
-    path: str | Path, parse: Callable[[bytes], Post | None], errors: RowErrors, progress: Progress
-) -> Iterator[Post]:
-    for number, line in read_lines(path, errors, progress):
-        try:
-            post = parse(line)
-        except (ValueError, KeyError, OverflowError, RecursionError, ElementTree.ParseError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            problem = explain_validation(error) if isinstance(error, ValidationError) else reason
-            errors.add(f"{path} line {number}", problem)
-            continue
-        if post is not None:
-            if not post.sentences:
-                errors.skipped["posts_without_words"] += 1
-            yield post
+                yield where, line
 
 
 # ---- JSON lines ----
@@ -127,7 +117,7 @@ def prepare_text(
       Corpus(1 clients (1 train, 0 valid, 0 test), 2 sentences, 7 words)
     """
     errors = RowErrors(bad_rows)
-    posts = _read_posts(path, _parse_json, errors, progress)
+    posts = parse_posts(read_lines(path, errors, progress), _parse_json, errors)
     return prepare_corpus(posts, folder, CorpusSettings(**options), str(path), errors.skipped, progress)
 
 
@@ -183,13 +173,14 @@ def prepare_posts(
       ('?', 'why')
     """
     errors = RowErrors(bad_rows)
-    type_ids = set(map(str, types))
-    posts = _read_posts(path, lambda line: _parse_row(line.strip(), type_ids, errors.skipped), errors, progress)
+    parse = partial(_parse_row, type_ids=set(map(str, types)), skipped=errors.skipped)
+    posts = parse_posts(read_lines(path, errors, progress), parse, errors)
     return prepare_corpus(posts, folder, CorpusSettings(**options), str(path), errors.skipped, progress)
 
 
 def _parse_row(line: bytes, type_ids: Collection[str], skipped: Counter[str]) -> Post | None:
     """Return the post of a `<row .../>`, which has a line of its own, as published; None if it is left out."""
+    line = line.strip()
     if line.startswith(XML_FRAME):
         return None
     element = ElementTree.fromstring(line)
@@ -255,9 +246,7 @@ def load_text(source: str | Path, *, progress: Progress = silent, **options: Any
         return _load_stream(source, progress, options)
     if not path.is_file():
         raise DataError(f"{source} is neither a file nor a prepared corpus. Check the path.")
-    files = {name: _state(value) for name, value in options.items() if name == "word_count" and value is not None}
-    folder = _cache_folder(path.name.split(".")[0], _state(path), {**options, **files})
-    return _prepare_once(path, folder, progress, options)
+    return _prepare_once(path, path.name.split(".")[0], _state(path), progress, options)
 
 
 def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]) -> Corpus:
@@ -266,19 +255,15 @@ def _load_stream(source: str | Path, progress: Progress, options: dict[str, Any]
         copy = Path(scratch) / "stream.jsonl"
         with copy.open("wb") as file:
             shutil.copyfileobj(stream, file)
-        copied = Path(scratch) / f"stream-{file_digest(copy)[:16]}.jsonl"
-        copy.rename(copied)
-        return _prepare_once(copied, _cache_folder("stream", copied.name, options), progress, options)
+        copied = copy.rename(copy.with_name(f"stream-{file_digest(copy)[:16]}.jsonl"))
+        return _prepare_once(copied, "stream", copied.name, progress, options)
 
 
-def _cache_folder(name: str, state: Any, options: dict[str, Any]) -> Path:
-    """Return where the corpus of a file in this state goes."""
-    content = json.dumps([FORMAT.version, state, sorted(options.items())], default=str)
-    return private_cache("text") / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
-
-
-def _prepare_once(path: Path, folder: Path, progress: Progress, options: dict[str, Any]) -> Corpus:
-    """Open a corpus, or prepare it; of several processes that want it, one prepares and the others wait."""
+def _prepare_once(path: Path, name: str, state: Any, progress: Progress, options: dict[str, Any]) -> Corpus:
+    """Open the corpus of a file in this state, or prepare it; of several processes that want it, all but one wait."""
+    files = {option: _state(value) for option, value in options.items() if option == "word_count" and value is not None}
+    content = json.dumps([FORMAT.version, state, sorted({**options, **files}.items())], default=str)
+    folder = private_cache("text") / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
     make_once(folder, lambda: choose_preparer(path)(path, folder, progress=progress, **options))
     return Corpus.open(folder)
 

@@ -100,15 +100,13 @@ def open_bytes(path: str | Path, on_read: Callable[[int], None] | None = None) -
 
     `on_read` is called with the number of bytes whenever some of the file are read.
     """
-    if str(path) == STANDARD_INPUT:
-        yield _unpacked(Reader(sys.stdin.buffer, "standard input", on_read=on_read))
-        return
+    standard = str(path) == STANDARD_INPUT
     try:
-        raw = open(path, "rb")  # noqa: SIM115
+        raw = nullcontext(sys.stdin.buffer) if standard else open(path, "rb")  # noqa: SIM115
     except (OSError, ValueError) as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
-    with raw:
-        yield _unpacked(Reader(raw, str(path), on_read=on_read))
+    with raw as file:
+        yield _unpacked(Reader(file, "standard input" if standard else str(path), on_read=on_read))
 
 
 def _unpacked(reader: "Reader") -> IO[bytes]:

@@ -10,7 +10,7 @@ import itertools
 import lzma
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Unpack
@@ -26,6 +26,7 @@ from fedrecon._src.data.corpus_writer import (
     CorpusSettings,
     Post,
     check_client_name,
+    parse_posts,
     prepare_corpus,
 )
 from fedrecon._src.data.sources import (
@@ -102,8 +103,8 @@ def prepare_stackoverflow(
     settings = CorpusSettings(splits=SPLITS, **{**options, "fractions": None, "words": words})  # type: ignore[arg-type]
     path = _unpack_once(Path(database), unpack, progress)
     with _connect(path) as connection:
-        chosen = _draw_clients(connection, numbers, settings.seed)
-        posts = _read_examples(connection, path, chosen, errors, progress)
+        records = _read_examples(connection, path, _draw_clients(connection, numbers, settings.seed), progress)
+        posts = parse_posts(records, _parse_example, errors, "sentences")
         return prepare_corpus(posts, folder, settings, str(database), errors.skipped, progress)
 
 
@@ -139,19 +140,18 @@ def _unpack_once(path: Path, unpack: bool, progress: Progress) -> Path:
     if not unpack and not target.is_file():
         advice = "(xz --decompress --keep --format=auto), or give unpack=True; it takes several times the space"
         raise DataError(f"{path} is compressed. Unpack it to {target.name} first {advice}.", ["unpack"])
-    return make_once(target, lambda: _unpack(path, target, progress))
 
+    def unpack_file() -> None:
+        with (
+            progress(f"unpacking {path.name} (kB)", path.stat().st_size >> 10) as advance,
+            path.open("rb") as raw,
+            atomic_file(target) as file,
+        ):
+            packed = Reader(raw, str(path), on_read=lambda done: advance(done >> 10))
+            with lzma.open(io.BufferedReader(packed)) as unpacked:
+                shutil.copyfileobj(Reader(unpacked, str(path), packed), file, CHUNK)
 
-def _unpack(path: Path, target: Path, progress: Progress) -> None:
-    """Unpack a file, which appears under its name when it is complete."""
-    with (
-        progress(f"unpacking {path.name} (kB)", path.stat().st_size >> 10) as advance,
-        path.open("rb") as raw,
-        atomic_file(target) as file,
-    ):
-        packed = Reader(raw, str(path), on_read=lambda done: advance(done >> 10))
-        with lzma.open(io.BufferedReader(packed)) as unpacked:
-            shutil.copyfileobj(Reader(unpacked, str(path), packed), file, CHUNK)
+    return make_once(target, unpack_file)
 
 
 @contextmanager
@@ -195,41 +195,30 @@ def _draw_clients(connection: sqlite3.Connection, numbers: Mapping[str, int], se
 
 
 def _read_examples(
-    connection: sqlite3.Connection,
-    path: Path,
-    chosen: Sequence[tuple[str, str]],
-    errors: RowErrors,
-    progress: Progress,
-) -> Iterator[Post]:
-    """Yield the sentences of the chosen clients, each as a post of its own."""
+    connection: sqlite3.Connection, path: Path, chosen: Sequence[tuple[str, str]], progress: Progress
+) -> Generator[tuple[str, tuple[str, str, bytes]]]:
+    """Yield where each example of the chosen clients is, and its split, client and content."""
     connection.execute("CREATE TEMP TABLE chosen (split TEXT, client TEXT)")
     connection.executemany("INSERT INTO chosen VALUES (?, ?)", chosen)
-    most_rows = path.stat().st_size
+    most_rows, last = path.stat().st_size, 1
     with progress("reading clients", len(chosen)) as advance:
-        last = 1
         for done, (number, split, client, row, blob) in enumerate(connection.execute(EXAMPLES), 1):
             if number > last:
                 advance(number - last)
                 last = number
             if done > most_rows:
                 raise DataError(f"{path} gives more rows than it has bytes: it is damaged. Get it again.")
-            try:
-                post = _parse_example(blob, client, SPLITS.index(split))
-            except (ValueError, OverflowError) as problem:
-                errors.add(f"{path} examples row {row} (client {client})", problem)
-                continue
-            if not post.sentences:
-                errors.skipped["sentences_without_words"] += 1
-            yield post
+            yield f"{path} examples row {row} (client {client})", (split, client, blob)
 
 
-def _parse_example(blob: bytes, client: str, split: int) -> Post:
-    """Return the sentence that an example holds, or raise ValueError with what is wrong."""
+def _parse_example(record: tuple[str, str, bytes]) -> Post:
+    """Return the sentence that an example holds, as a post of its own, or raise ValueError with what is wrong."""
+    split, client, blob = record
     match decode_example(blob):
         case {"creation_date": [bytes(date)], "tokens": [bytes(tokens)]}:
             words = tokens.decode("utf-8").split()
             time = since_1970(date.decode("utf-8").removesuffix(" UTC")).total_seconds()
-            return Post(check_client_name(client), time, [words] if words else [], split)
+            return Post(check_client_name(client), time, [words] if words else [], SPLITS.index(split))
         case features:
             raise ValueError(f"creation_date and tokens must be one text each (got {str(features)[:100]})")
 

@@ -1,6 +1,7 @@
 """Synthetic data: ratings in the shape of MovieLens 1M, and text in which every client has words of its own."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def synthetic_text(
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "corpus"
-        prepare_corpus(_posts(np.random.default_rng(seed), *sizes), folder, settings, "synthetic text", {})
+        prepare_corpus(_posts(np.random.default_rng(seed), *sizes), folder, settings, "synthetic text", Counter())
         return Corpus.open(folder, mapped=False)
 
 
