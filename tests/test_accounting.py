@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+import fedrecon as fr
 from fedrecon._src.privacy import accounting
 from fedrecon._src.privacy.accounting import Release, epsilon_after, epsilon_of, noise_for
 from fedrecon._src.privacy.ledger import BudgetError, Ledger
+from fedrecon._src.privacy.noise import share_of_noise
 
 
 def analytic_delta(epsilon, noise):
@@ -134,8 +136,10 @@ def test_a_budget_that_is_all_but_spent_is_refused():
 def test_a_clipping_norm_must_bound_something():
     for clip in (0, -1, math.inf, math.nan):
         with pytest.raises(ValueError, match="`clip`"):
-            accounting.check_clip(clip)
-    accounting.check_clip(0.5)
+            share_of_noise(clip, 10, 1.0, clients=10, least=10)
+        with pytest.raises(ValueError, match="`clip`"):
+            fr.aggregators.private(clip, noise_multiplier=1.0, per_round=10)
+    assert share_of_noise(0.5, 10, 1.0, clients=10, least=10).grid.limit == 0.5
 
 
 # ---- adaptive clipping ----
@@ -145,12 +149,12 @@ def test_a_clipping_norm_must_bound_something():
 def test_noise_is_divided_between_updates_and_the_count_and_adds_up_again(noise, count_noise):
     update = accounting.update_noise_for(noise, count_noise)
     assert update > noise
-    assert accounting.combined_noise(update, count_noise) == pytest.approx(noise)
+    assert Release(update, 1.0, 1, count_noise=count_noise).effective() == pytest.approx(noise)
 
 
 def test_the_count_costs_as_much_as_it_gives_away():
     # By hand: one half over noise 5 is a sensitivity of 1/10; with 1/2 of the updates: (1/4 + 1/100) ** -.5.
-    assert accounting.combined_noise(2.0, 5.0) == pytest.approx(0.26**-0.5)
+    assert Release(2.0, 1.0, 1, count_noise=5.0).effective() == pytest.approx(0.26**-0.5)
     plain, counted = Release(2.0, 0.1, 20), Release(2.0, 0.1, 20, count_noise=1.5)
     assert epsilon_of([counted], 1e-5) > epsilon_of([plain], 1e-5)
     with pytest.raises(ValueError, match=r"must be above half of 1 "):
@@ -243,6 +247,11 @@ def test_going_past_the_budget_is_a_sentence_and_spends_nothing():
         ledger.add(Release(1.0, 0.1, 1000))
     assert ledger.epsilon == before
     assert Ledger(1000, 1e-4).rounds_left(Release(1.0, 0.1, 1), most=77) == 77
+
+
+@pytest.mark.parametrize("most", [1, 3, 4, 5])
+def test_as_many_rounds_fit_as_were_asked_about(most):
+    assert Ledger(1000, 1e-4, 5.0).rounds_left(Release(4.0, 0.1, 1), most) == most
 
 
 def test_two_runs_on_the_same_clients_add_up():

@@ -25,16 +25,19 @@ from fedrecon._src.core.keys import as_number, as_words, mix_hashes, name_hashes
 from fedrecon._src.core.tabular import read_csv, read_parquet, to_arrays, to_arrow
 from fedrecon._src.storage.arrays import (
     CLIENTS_PER_BLOCK,
+    FORMAT,
+    MANIFEST,
+    QUICK_BYTES,
     ArrayFile,
     ClientStream,
     Columns,
     Totals,
     column_path,
     map_array,
-    read_clients_manifest,
     write_clients_manifest,
 )
 from fedrecon._src.storage.atomic import atomic_folder
+from fedrecon._src.storage.manifest import read_folder_manifest
 
 FINGERPRINT_EXAMPLES = 1 << 20  # up to this size all data is hashed, beyond it a sample of about this size
 
@@ -293,7 +296,7 @@ class Clients:
           ValueError: the folder is missing, incomplete, of another kind, or of a newer version.
         """
         folder = Path(path)
-        manifest = read_clients_manifest(folder)
+        manifest = read_folder_manifest(folder / MANIFEST, FORMAT, max_hashed=QUICK_BYTES)
         try:
             columns = {name: map_array(column_path(folder, name)) for name in manifest["columns"]}
             offsets = map_array(folder / "offsets.npy")

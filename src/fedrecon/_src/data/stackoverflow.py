@@ -140,18 +140,19 @@ def _unpack_once(path: Path, unpack: bool, progress: Progress) -> Path:
     if not unpack and not target.is_file():
         advice = "(xz --decompress --keep --format=auto), or give unpack=True; it takes several times the space"
         raise DataError(f"{path} is compressed. Unpack it to {target.name} first {advice}.", ["unpack"])
+    return make_once(target, lambda: _unpack(path, target, progress))
 
-    def unpack_file() -> None:
-        with (
-            progress(f"unpacking {path.name} (kB)", path.stat().st_size >> 10) as advance,
-            path.open("rb") as raw,
-            atomic_file(target) as file,
-        ):
-            packed = Reader(raw, str(path), on_read=lambda done: advance(done >> 10))
-            with lzma.open(io.BufferedReader(packed)) as unpacked:
-                shutil.copyfileobj(Reader(unpacked, str(path), packed), file, CHUNK)
 
-    return make_once(target, unpack_file)
+def _unpack(path: Path, target: Path, progress: Progress) -> None:
+    """Unpack a file, which appears under its name when it is complete."""
+    with (
+        progress(f"unpacking {path.name} (kB)", path.stat().st_size >> 10) as advance,
+        path.open("rb") as raw,
+        atomic_file(target) as file,
+    ):
+        packed = Reader(raw, str(path), on_read=lambda done: advance(done >> 10))
+        with lzma.open(io.BufferedReader(packed)) as unpacked:
+            shutil.copyfileobj(Reader(unpacked, str(path), packed), file, CHUNK)
 
 
 @contextmanager

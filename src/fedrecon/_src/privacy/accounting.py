@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import gammaln, logsumexp
@@ -63,8 +63,23 @@ class Release(NamedTuple):
         return self.rounds if self.apart is None else -(-self.rounds // self.apart)
 
     def effective(self) -> float:
-        """Return the noise multiplier of all that a round releases, the count of adaptive clipping included."""
-        return combined_noise(self.noise_multiplier, self.count_noise)
+        """Return the noise multiplier of all that a round releases, the count of adaptive clipping included.
+
+        That is a count of values of one half up or down: a client changes it by one half at most.
+
+        References: Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2021, theorem 1.
+        """
+        if self.count_noise is None:
+            return self.noise_multiplier
+        return (self.noise_multiplier**-2 + (2 * self.count_noise) ** -2) ** -0.5
+
+    def divergence(self) -> Divergence:
+        """Return the Rényi divergence of one round."""
+        if self.mechanism == "gaussian":
+            return sampled_divergence(gaussian_divergence(self.effective()), self.rate, gaussian=True)
+        steps = self.steps or 0.0
+        noise = skellam_divergence((self.effective() * steps) ** 2, steps, self.length or 0)
+        return sampled_divergence(noise, self.rate)
 
     def check(self) -> Release:
         """Return the release unchanged; raise if a field is invalid."""
@@ -114,35 +129,20 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if not releases:
         return 0.0
     if any(release.mechanism == "skellam" for release in releases):
-        return renyi_epsilon([(_divergence(release), release.times) for release in releases], delta)
-    # Rounding is upwards, and costs about a thousandth with these steps. Small epsilons need fine ones.
+        return renyi_epsilon([(release.divergence(), release.times) for release in releases], delta)
+    library, losses = require("dp_accounting"), require("dp_accounting.pld")
     bound = math.inf
+    # Rounding is upwards, and costs about a thousandth with these steps. Small epsilons need fine ones.
     for step, enough in ((3e-3, 2.0), (1e-3, 0.5), (2.5e-4, 0.0)):
-        bound = min(bound, float(_losses(releases, step).get_epsilon(delta)))
+        accountant = losses.PLDAccountant(value_discretization_interval=step)
+        for release in releases:
+            event = library.GaussianDpEvent(release.effective())
+            event = library.PoissonSampledDpEvent(release.rate, event) if release.rate < 1 else event
+            accountant.compose(event, release.times)
+        bound = min(bound, float(accountant.get_epsilon(delta)))
         if bound >= enough:
             break
     return bound
-
-
-def _losses(releases: Sequence[Release], step: float) -> Any:
-    """Compose releases into an accountant."""
-    library = require("dp_accounting")
-    accountant = require("dp_accounting.pld").PLDAccountant(value_discretization_interval=step)
-    for release in releases:
-        event = library.GaussianDpEvent(release.effective())
-        if release.rate < 1:
-            event = library.PoissonSampledDpEvent(release.rate, event)
-        accountant.compose(event, release.times)
-    return accountant
-
-
-def _divergence(release: Release) -> Divergence:
-    if release.mechanism == "gaussian":
-        return sampled_divergence(gaussian_divergence(release.effective()), release.rate, gaussian=True)
-    assert release.steps is not None
-    assert release.length is not None
-    variance = (release.effective() * release.steps) ** 2
-    return sampled_divergence(skellam_divergence(variance, release.steps, release.length), release.rate)
 
 
 def epsilon_after(
@@ -215,7 +215,7 @@ def _start(epsilon: float, rate: float, rounds: int, delta: float) -> float:
     low, high = 0.05, 1e4
     while high / low > 1.05:
         middle = math.sqrt(low * high)
-        divergence = sampled_divergence(gaussian_divergence(middle), rate, gaussian=True)
+        divergence = Release(middle, rate, rounds).divergence()
         low, high = (middle, high) if renyi_epsilon([(divergence, rounds)], delta) > epsilon else (low, middle)
     return high
 
@@ -236,21 +236,6 @@ def _least(excess: Callable[[float], float], guess: float, epsilon: float) -> fl
             return high
     root = float(brentq(excess, low, high, xtol=2e-4 * high))
     return next((noise for noise in (root, 1.0005 * root, 1.001 * root) if excess(noise) <= 0), high)
-
-
-def combined_noise(update_noise: float, count_noise: float | None) -> float:
-    """Return the noise multiplier of updates and of the count of adaptive clipping, seen as one release.
-
-    Args:
-      update_noise: the noise multiplier of the sum of updates.
-      count_noise: standard deviation of the noise in the count of clients below the norm; None without adaptive
-        clipping. A count of values of one half up or down: a client changes it by one half at most.
-
-    References: Andrew et al., Differentially private learning with adaptive clipping, NeurIPS 2021, theorem 1.
-    """
-    if count_noise is None:
-        return update_noise
-    return (update_noise**-2 + (2 * count_noise) ** -2) ** -0.5
 
 
 def update_noise_for(noise_multiplier: float, count_noise: float) -> float:
@@ -284,15 +269,6 @@ def check_delta(delta: float) -> None:
       delta: of a guarantee.
     """
     check_number("delta", delta, most=1, above=True, below=True)
-
-
-def check_clip(clip: float) -> None:
-    """Refuse a clipping norm that clips everything away, or nothing.
-
-    Args:
-      clip: the largest norm of an upload.
-    """
-    check_number("clip", clip, above=True)
 
 
 # ---- Rényi divergences, of whole orders only: that is what the bounds are proven for ----

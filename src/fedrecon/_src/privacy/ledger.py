@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -91,18 +91,14 @@ class Ledger:
         if self.budget is None:
             return most
 
-        def fits(rounds: int) -> bool:
-            more = _append_release(self.releases, release._replace(rounds=rounds))
-            return epsilon_of(more, self.delta) <= (self.budget or 0.0)
+        def spent(rounds: int) -> float:
+            return epsilon_of(_append_release(self.releases, release._replace(rounds=rounds)), self.delta)
 
-        low, high = 0, 1
-        while high < most and fits(high):
-            low, high = high, 2 * high
-        high = min(high, most + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        high = 1
+        while high <= most and spent(high) <= self.budget:
+            high *= 2
+        low = high // 2  # so many fit
+        return low + bisect.bisect(range(low + 1, min(high, most + 1)), self.budget, key=spent)
 
     def and_then(self, other: Ledger) -> Ledger:
         """Return the ledger of two runs on the same clients, one after the other.
@@ -175,11 +171,9 @@ class Spending(NamedTuple):
 
     def after(self, rounds: int) -> Ledger:
         """Return the ledger after this many rounds; skipped rounds count, too."""
-        if rounds == 0:
-            return self.before
-        # Whether they fit was decided before they were run.
-        open_ended = dataclasses.replace(self.before, budget=None)
-        return dataclasses.replace(open_ended.add(self.each._replace(rounds=rounds)), budget=self.before.budget)
+        each = self.each._replace(rounds=rounds).check()
+        # Whether they fit into the budget was decided before they were run.
+        return replace(self.before, releases=_append_release(self.before.releases, each)) if rounds else self.before
 
     def allowed(self, rounds: int) -> int:
         """Return how many of the planned rounds fit into the budget."""
@@ -219,4 +213,4 @@ def spending(algorithm: Algorithm, clients: int, sampling: Sampling, rounds: int
     each = each._replace(rate=sampling.rate(clients), rounds=1, apart=sampling.apart)
     # For more rounds than anybody plans, so that the same rounds cost the same to the digit when more are planned.
     left = ledger.delta - sampling.overflow_delta(max(rounds, MOST_ROUNDS))
-    return Spending(dataclasses.replace(ledger, delta=left), each)
+    return Spending(replace(ledger, delta=left), each)

@@ -32,7 +32,7 @@ import numpy as np
 from jax import Array
 
 from fedrecon._src.core.checks import check_choice, check_number, require
-from fedrecon._src.privacy.accounting import Release, check_clip
+from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.ring import WIDTHS, IntegerGrid
 
 TAIL = 12  # standard deviations of noise that are left free in the ring: more have a probability below 1e-30
@@ -91,7 +91,7 @@ def share_of_noise(
       resolution: how many integers the noise in the sum is wide at most. Finer ones gain nothing: rounding to an
         integer lengthens an upload by half the root of `length` steps, which is part of the noise's calibration.
     """
-    check_clip(clip)
+    check_number("clip", clip, above=True)
     check_number("noise_multiplier", noise_multiplier, above=True)
     check_number("least", least, least=1, most=clients)
     check_number("length", length, least=1)

@@ -23,7 +23,7 @@ from jax import Array
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total
-from fedrecon._src.privacy.accounting import Release, check_clip, update_noise_for
+from fedrecon._src.privacy.accounting import Release, update_noise_for
 from fedrecon._src.privacy.noise import coefficients, correlate, nothing_yet
 from fedrecon._src.server.aggregator import Aggregator, Report, chain
 from fedrecon._src.server.averaging import Scales, Weigh, check_weigh, finite, rescale, weigh_and_clip
@@ -91,7 +91,7 @@ def private(
       >>> aggregate.release({}).noise_multiplier  # what a round gives away, for a ledger
       1.0
     """
-    check_clip(clip)
+    check_number("clip", clip, above=True)
     check_weigh(weigh)
     check_number("noise_multiplier", noise_multiplier, above=True)
     check_number("per_round", per_round, above=True)

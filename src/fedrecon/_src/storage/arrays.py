@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save
 
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.storage.atomic import StorageError, open_regular, write_bytes
-from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
+from fedrecon._src.storage.manifest import Format, write_folder_manifest
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
 MAX_PARAMETER = 1e15  # products of larger float32 parameters overflow
@@ -88,7 +88,8 @@ Columns = Mapping[str, np.ndarray]
 
 FORMAT, MANIFEST = Format("fedrecon-clients", 1), "manifest.json"
 CLIENTS_PER_BLOCK = 16_384
-QUICK_BYTES = 1 << 24  # files up to this size are checked whenever a folder is opened
+# Of larger files only the size is compared when a folder is opened, so that millions of clients open in milliseconds.
+QUICK_BYTES = 1 << 24
 
 
 class Totals(NamedTuple):
@@ -98,7 +99,7 @@ class Totals(NamedTuple):
     max_size: int
 
 
-class ArrayFile:
+class ArrayFile(AbstractContextManager["ArrayFile"]):
     """A `.npy` file that grows along its first axis, so that a column need not fit into memory."""
 
     def __init__(self, path: Path, dtype: Any, shape: tuple[int, ...] = ()) -> None:
@@ -121,10 +122,6 @@ class ArrayFile:
         self.file.write(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data)
         self.length += len(values)
 
-    def __enter__(self) -> Self:
-        """Begin."""
-        return self
-
     def __exit__(self, *error: object) -> None:
         """Write the final length and close."""
         self.file.seek(0)
@@ -132,7 +129,7 @@ class ArrayFile:
         self.file.close()
 
 
-class ClientStream:
+class ClientStream(AbstractContextManager["ClientStream"]):
     """Writes clients one by one into a folder; its memory use does not grow with the number of clients."""
 
     def __init__(self, folder: Path) -> None:
@@ -142,7 +139,8 @@ class ClientStream:
         self.offsets = self.files.enter_context(ArrayFile(folder / "offsets.npy", np.int64))
         self.offsets.append(np.zeros(1, np.int64))
         self.names = self.files.enter_context((folder / "names.txt").open("w+", encoding="utf-8", newline="\n"))
-        self.kind, self.width, self.totals = "", 1, Totals(0, 0)
+        self.kind: type[np.int64 | np.str_] | None = None  # of all names
+        self.width, self.totals = 1, Totals(0, 0)
 
     def add(self, name: object, client: Columns) -> None:
         """Append the columns of one client, whose name is an integer or text."""
@@ -160,24 +158,17 @@ class ClientStream:
             self.columns[column].append(values)
         self.totals = Totals(self.totals.num_examples + size, max(self.totals.max_size, size))
         self.offsets.append(np.array([self.totals.num_examples]))
-        self._add_name(name)
-
-    def _add_name(self, name: object) -> None:
-        kind = "integer" if isinstance(name, int | np.integer) else "text"
-        if self.kind not in ("", kind) or (text := str(name)).splitlines() not in ([text], []):
+        kind, text = np.int64 if isinstance(name, int | np.integer) else np.str_, str(name)
+        if self.kind not in (None, kind) or text.splitlines() not in ([text], []):
             raise ValueError(f"client name {name!r}: names must be all integers or all text of a single line.")
         self.kind, self.width = kind, max(self.width, len(text))
         self.names.write(text + "\n")
-
-    def __enter__(self) -> Self:
-        """Begin."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Write the names and close all files."""
         with self.files:
             self.names.seek(0)
-            dtype = np.int64 if self.kind == "integer" else f"U{self.width}"
+            dtype = np.dtype(np.int64 if self.kind is np.int64 else f"U{self.width}")
             with ArrayFile(self.folder / "names.npy", dtype) as names:
                 while lines := list(islice(self.names, CLIENTS_PER_BLOCK)):
                     names.append(np.array([line[:-1] for line in lines]).astype(dtype))
@@ -216,15 +207,6 @@ def write_clients_manifest(
         "fields": {name: value for name, value in fields.items() if name not in arrays},
     }
     write_folder_manifest(folder / MANIFEST, FORMAT, facts)
-
-
-def read_clients_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a folder; raises `StorageError` if it is not a folder of clients, or is damaged.
-
-    Files up to `QUICK_BYTES` are read and compared with their digests. For larger files only the size is compared, so
-    that millions of clients open in milliseconds.
-    """
-    return read_folder_manifest(folder / MANIFEST, FORMAT, max_hashed=QUICK_BYTES)
 
 
 def map_array(path: Path) -> np.ndarray:

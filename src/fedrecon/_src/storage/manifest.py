@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -72,7 +72,8 @@ def write_folder_manifest(path: Path, file_format: Format, facts: Mapping[str, A
     """Write a manifest that lists all files below its folder, which completes the folder."""
     folder = path.parent
     names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-    write_manifest(path, file_format, {**facts, FILES: describe_files(folder, names)})
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": file_digest(folder / name)} for name in names}
+    write_manifest(path, file_format, {**facts, FILES: files})
 
 
 def read_folder_manifest(
@@ -91,12 +92,7 @@ def read_folder_manifest(
       StorageError: it is missing, or of another format or version.
     """
     facts = read_manifest(path, file_format)
-    verify_files(path, facts.get(FILES), *required, max_hashed=max_hashed)
-    return facts
-
-
-def verify_files(path: Path, files: Any, *required: str, max_hashed: int | None = None) -> None:
-    """Verify the files that the manifest at `path` lists; raises `DamagedError` like `read_folder_manifest`."""
+    files = facts.get(FILES)
     if not isinstance(files, Mapping) or not set(required) <= set(files):
         raise DamagedError(f"{path} is damaged: it does not list the file {' and '.join(required)}")
     for name, entry in files.items():
@@ -104,12 +100,7 @@ def verify_files(path: Path, files: Any, *required: str, max_hashed: int | None 
         if inside.is_absolute() or ".." in inside.parts or "\0" in name:
             raise DamagedError(f"{path} is damaged: it lists {name!r}, which is not in its folder")
         verify_file(path.parent / name, entry, max_hashed)
-
-
-def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the entries of files in a manifest: by name, their size in `bytes` and their `sha256`."""
-    paths = {name: folder / name for name in names}
-    return {name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in paths.items()}
+    return facts
 
 
 def file_digest(path: str | Path) -> str:

@@ -241,7 +241,7 @@ class RunFolder:
             write_bytes(self.metrics_path, b"".join(line for line, _ in remaining))
         return [record for _, record in remaining]
 
-    def checkpoint(self, done: int, tree: Any) -> None:
+    def checkpoint(self, done: int, tree: Mapping[str, Any]) -> None:
         """Save the state after `done` rounds, then remove older checkpoints.
 
         Args:
@@ -252,9 +252,9 @@ class RunFolder:
         if folder.exists():
             return
         mark_folder(self.path)
-        server_state, client_state = _split_state(tree)
+        client_state = tree.get(KEPT, ())
         with atomic_folder(folder) as temporary:
-            save_arrays(temporary / ARRAYS, server_state)
+            save_arrays(temporary / ARRAYS, _server_state(tree))
             if jax.tree.leaves(client_state):
                 (temporary / PRIVATE).mkdir(mode=0o700)
                 write_bytes(temporary / PRIVATE / "README", _PRIVATE_README, mode=0o600)
@@ -265,7 +265,7 @@ class RunFolder:
         for old in list_checkpoints(self.path)[:-1]:
             shutil.rmtree(old)
 
-    def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
+    def restore(self, like: Mapping[str, Any]) -> tuple[int, Any, list[dict[str, Any]]] | None:
         """Load the newest complete checkpoint: its round, its state, and the metrics up to it; None if there is none.
 
         Args:
@@ -279,14 +279,11 @@ class RunFolder:
                 self._cut_metrics(0, {})
                 return None
             folder = list_checkpoints(self.path)[-1]
-            server_state, client_state = _split_state(like)
-            private = [f"{PRIVATE}/{KEPT}.safetensors"] if jax.tree.leaves(client_state) else []
+            private = [f"{PRIVATE}/{KEPT}.safetensors"] if jax.tree.leaves(like.get(KEPT, ())) else []
             manifest = _read_checkpoint(folder, *private)
-            tree = load_arrays(folder / ARRAYS, server_state)
+            tree = {**like, **load_arrays(folder / ARRAYS, _server_state(like))}
             if private:
-                client_state = load_arrays(folder / private[0], client_state)
-            if isinstance(like, Mapping) and KEPT in like:
-                tree = {name: client_state if name == KEPT else tree[name] for name in like}
+                tree[KEPT] = load_arrays(folder / private[0], like[KEPT])
             done = manifest["rounds"]
             return done, tree, self._cut_metrics(done, manifest.get("metrics"))
 
@@ -306,9 +303,13 @@ class RunFolder:
 
 def list_checkpoints(path: Path) -> list[Path]:
     """List the complete checkpoints of a run, the newest last."""
-    folder = path / CHECKPOINTS
-    entries = [(_ROUND.fullmatch(entry.name), entry) for entry in folder.iterdir()] if folder.is_dir() else []
-    return [entry for _, entry in sorted((int(name[1]), entry) for name, entry in entries if name)]
+    return list(_numbered(path / CHECKPOINTS, _ROUND).values())
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return what has a number in its name, in order of the numbers."""
+    entries = [(pattern.fullmatch(entry.name), entry) for entry in folder.iterdir()] if folder.is_dir() else []
+    return dict(sorted((int(match[1]), entry) for match, entry in entries if match))
 
 
 def find_part(path: Path, name: str) -> Path:
@@ -355,7 +356,7 @@ def keyed_fingerprint(run: Path, fingerprint: str, *, create: bool = False) -> s
 
 def list_stashes(folder: Path) -> list[Path]:
     """List the runs that were set aside in a folder, the oldest first."""
-    return sorted((path for path in folder.iterdir() if _STASH.fullmatch(path.name)), key=_stash_number)
+    return list(_numbered(folder, _STASH).values())
 
 
 def _stash(folder: Path) -> None:
@@ -366,7 +367,7 @@ def _stash(folder: Path) -> None:
     for path in parts:
         path.rename(folder / _PARTIAL_STASH / path.name)
     sync(folder / _PARTIAL_STASH)
-    number = max((_stash_number(old) for old in list_stashes(folder)), default=0) + 1
+    number = max(_numbered(folder, _STASH), default=0) + 1
     (folder / _PARTIAL_STASH).rename(folder / f".replaced.{number}")
     sync(folder)
 
@@ -388,21 +389,13 @@ def _restore_stash(folder: Path) -> None:
         sync(folder)
 
 
-def _stash_number(path: Path) -> int:
-    match = _STASH.fullmatch(path.name)
-    return int(match[1]) if match else 0
-
-
 def _has_begun(path: Path) -> bool:
     """Return whether a run has saved anything worth keeping: a checkpoint or a model."""
     return bool(list_checkpoints(path)) or find_complete(path / MODEL).exists()
 
 
-def _split_state(tree: Any) -> tuple[Any, Any]:
-    """Split a state into what the server keeps and what clients keep."""
-    if not isinstance(tree, Mapping):
-        return tree, ()
-    return {name: part for name, part in tree.items() if name != KEPT}, tree.get(KEPT, ())
+def _server_state(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in tree.items() if name != KEPT}
 
 
 def _read_checkpoint(folder: Path, *private: str) -> dict[str, Any]:

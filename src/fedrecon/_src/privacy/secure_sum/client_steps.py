@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.primitives import SECRET, add_mask, split
@@ -74,7 +76,7 @@ def advertise(
 
 
 def share(
-    state: ClientState, roster: bytes, *, verify_keys: primitives.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+    state: ClientState, roster: bytes, *, verify_keys: sum_messages.VerifyKeys | None = None, entropy: Entropy = SYSTEM
 ) -> tuple[ClientState, bytes]:
     """Give each member of the circle a share of both secrets, encrypted for it.
 
@@ -97,7 +99,7 @@ def share(
         if other != me:
             key = primitives.agree(state.cipher, circle[other].cipher, digest, b"share", me, other)
             nonce = entropy(sum_messages.NONCE)
-            sealed[other] = nonce + primitives.encrypt(key, nonce, roots[other] + seeds[other], digest)
+            sealed[other] = nonce + AESGCM(key).encrypt(nonce, roots[other] + seeds[other], digest)
     public = {client: (hello.cipher, hello.mask) for client, hello in circle.items()}
     after = replace(state, stage="mask", circle=public, held={me: (roots[me], seeds[me])})
     return after, sum_messages.write_entries("shares", terms, me, sealed)
@@ -120,9 +122,10 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
         if other == me or other not in state.circle:
             raise MessageError(f"a delivery message has shares of client {other}, who is not in this client's circle")
         key = primitives.agree(state.cipher, state.circle[other][0], digest, b"share", other, me)
-        both = primitives.decrypt(key, text[: sum_messages.NONCE], text[sum_messages.NONCE :], digest)
-        if both is None:
-            raise MessageError(f"the shares of client {other} are damaged, or for another client")
+        try:
+            both = AESGCM(key).decrypt(text[: sum_messages.NONCE], text[sum_messages.NONCE :], digest)
+        except InvalidTag:
+            raise MessageError(f"the shares of client {other} are damaged, or for another client") from None
         held[other] = (both[:SECRET], both[SECRET:])
     if len(held) < terms.threshold:
         raise Refusal(f"{len(held)} of this circle shared, below the threshold {terms.threshold}: nothing is sent")

@@ -6,23 +6,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedrecon._src.privacy.secure_sum.terms import MessageError
 
-VerifyKeys = Mapping[int, Ed25519PublicKey]  # of the clients that exist
 
-
-def derive(secret: bytes, digest: bytes, purpose: bytes, *ids: int, length: int = 32) -> bytes:
+def derive(secret: bytes, digest: bytes, purpose: bytes, *ids: int) -> bytes:
     """Derive a key for one purpose, bound to the terms and to the clients it is for."""
     info = purpose + b"".join(client.to_bytes(8, "big") for client in ids)
-    return HKDF(hashes.SHA256(), length, salt=digest, info=info).derive(secret)
+    return HKDF(hashes.SHA256(), 32, salt=digest, info=info).derive(secret)
 
 
 def public_of(private: bytes) -> bytes:
@@ -47,29 +42,6 @@ def agree(private: bytes, public: bytes, digest: bytes, purpose: bytes, *ids: in
     except ValueError:
         raise MessageError("a public key is not valid: no secret can be agreed with it") from None
     return derive(common, digest, purpose, *ids)
-
-
-def encrypt(key: bytes, nonce: bytes, text: bytes, bound: bytes) -> bytes:
-    """Encrypt and authenticate, together with what the text is bound to."""
-    return AESGCM(key).encrypt(nonce, text, bound)
-
-
-def decrypt(key: bytes, nonce: bytes, text: bytes, bound: bytes) -> bytes | None:
-    """Decrypt; None if the text was changed, or is for somebody or something else."""
-    try:
-        return AESGCM(key).decrypt(nonce, text, bound)
-    except InvalidTag:
-        return None
-
-
-def verify(keys: VerifyKeys, client: int, signature: bytes, text: bytes) -> None:
-    """Raise `MessageError` unless the client's own key signed the text."""
-    if client not in keys:
-        raise MessageError(f"client {client} has no verify key here: it is not one of the clients that are known")
-    try:
-        keys[client].verify(signature, text)
-    except InvalidSignature:
-        raise MessageError(f"client {client} has not signed its keys, or not with the key that is known here") from None
 
 
 _ZEROS = bytes(1 << 18)  # a stretch that stays in the processor's cache

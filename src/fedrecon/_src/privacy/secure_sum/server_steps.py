@@ -7,12 +7,14 @@ out. A message that cannot be read counts as missing; `SumState.refused` says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.client_steps import pair_key
 from fedrecon._src.privacy.secure_sum.primitives import Combiner, add_mask
@@ -71,7 +73,7 @@ class SumState:
 
 
 def introduce(
-    terms: Terms, hellos: Incoming, *, verify_keys: primitives.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+    terms: Terms, hellos: Incoming, *, verify_keys: sum_messages.VerifyKeys | None = None, entropy: Entropy = SYSTEM
 ) -> tuple[SumState, Outgoing]:
     """Draw circles among those who advertised, and tell each client its own.
 
@@ -83,23 +85,16 @@ def introduce(
     """
     terms.check()
     refused: dict[int, str] = {}
-    sent: dict[int, bytes] = {}
-
-    def read(message: bytes, client: int) -> sum_messages.Hello:
-        hello = sum_messages.read_hello(message, terms, client, verify_keys)
-        sent[client] = bytes(message)
-        return hello
-
-    read_hellos = dict(_readable(hellos, read, None, refused))
-    if len(read_hellos) < terms.threshold:
-        raise TooFewClients("advertise", len(read_hellos), terms.threshold)
-    drawn = circles(read_hellos, terms.circle, entropy)
-    state = SumState(terms, "deliver", read_hellos, drawn, refused=refused)
+    read = partial(sum_messages.read_hello, terms=terms, verify_keys=verify_keys)
+    by_client = dict(_readable(hellos, read, None, refused))
+    if len(by_client) < terms.threshold:
+        raise TooFewClients("advertise", len(by_client), terms.threshold)
+    drawn = circles(by_client, terms.circle, entropy)
     rosters = {
-        client: sum_messages.write_roster(terms, client, [sent[member] for member in circle])
+        client: sum_messages.write_roster(terms, client, [by_client[member].message for member in circle])
         for client, circle in drawn.items()
     }
-    return state, rosters
+    return SumState(terms, "deliver", by_client, drawn, refused=refused), rosters
 
 
 def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
@@ -114,7 +109,7 @@ def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
     _expect(state, "deliver")
     terms, refused = state.terms, dict(state.refused)
 
-    def read(message: bytes, client: int) -> dict[int, bytes]:
+    def read(message: bytes, *, client: int) -> dict[int, bytes]:
         sealed = sum_messages.read_entries("shares", message, terms, client)
         if set(sealed) != set(state.circles[client]) - {client}:
             raise MessageError(f"client {client} does not share with exactly its circle")
@@ -150,7 +145,8 @@ def collect(state: SumState, masked: Incoming) -> tuple[SumState, Outgoing]:
     _expect(state, "collect")
     terms, refused = state.terms, dict(state.refused)
     total, answered = np.zeros(terms.length, terms.dtype), set()
-    for client, vector in _readable(masked, lambda m, c: sum_messages.read_masked(m, terms, c), state.shared, refused):
+    read = partial(sum_messages.read_masked, terms=terms)
+    for client, vector in _readable(masked, read, state.shared, refused):
         np.add(total, vector, out=total)
         answered.add(client)
     _check_left(state, answered, answered, "mask")
@@ -172,7 +168,7 @@ def total(state: SumState, reveals: Incoming) -> Sum:
     _expect(state, "total")
     terms, refused = state.terms, dict(state.refused)
 
-    def read(message: bytes, client: int) -> dict[int, bytes]:
+    def read(message: bytes, *, client: int) -> dict[int, bytes]:
         shares = sum_messages.read_entries("reveal", message, terms, client)
         if set(shares) != set(_shares_to_reveal(state, client)):
             raise MessageError(f"client {client} reveals other shares than it was asked for")
@@ -182,26 +178,18 @@ def total(state: SumState, reveals: Incoming) -> Sum:
     _check_left(state, state.answered, set(revealed), "unmask")
     assert state.masked is not None
     result, combiner = state.masked.copy(), Combiner(terms.threshold)
+    digest = terms.digest()
     for client in sorted(state.answered):
         seed = _secret(state, client, revealed, combiner)
-        add_mask(result, primitives.derive(seed, terms.digest(), b"own mask", client), subtract=True)
+        add_mask(result, primitives.derive(seed, digest, b"own mask", client), subtract=True)
+    # the masks that others have in common with a client that dropped out
     for client in sorted(state.shared - state.answered):
-        _take_off(result, state, client, revealed, combiner)
+        if partners := [other for other in state.circles[client] if other in state.answered]:
+            private = primitives.mask_private(_secret(state, client, revealed, combiner), digest, client)
+            for other in partners:
+                key = pair_key(private, client, state.hellos[other].mask, other, digest)
+                add_mask(result, key, subtract=other < client)
     return Sum(result, tuple(sorted(state.answered)), refused)
-
-
-def _take_off(
-    result: np.ndarray, state: SumState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner
-) -> None:
-    """Take off the masks that others have in common with a client that dropped out."""
-    partners = [other for other in state.circles[client] if other in state.answered]
-    if not partners:
-        return
-    digest = state.terms.digest()
-    private = primitives.mask_private(_secret(state, client, revealed, combiner), digest, client)
-    for other in partners:
-        key = pair_key(private, client, state.hellos[other].mask, other, digest)
-        add_mask(result, key, subtract=other < client)
 
 
 def _secret(state: SumState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner) -> bytes:
@@ -242,28 +230,23 @@ def _check_left(state: SumState, answered: Set[int], left: Set[int], stage: str)
 
 
 def _readable(
-    incoming: Incoming,
-    read: Callable[[bytes, int], T],
-    expected: Iterable[int] | None,
-    refused: dict[int, str],
+    incoming: Incoming, read: Callable[..., T], expected: Collection[int] | None, refused: dict[int, str]
 ) -> Iterable[tuple[int, T]]:
     """Yield what can be read, each client once; note in `refused` what cannot."""
-    allowed = None if expected is None else set(expected)
     seen: set[int] = set()
     for client, message in incoming:
-        if client in seen:
-            refused[client] = f"client {client} sent this message twice; the first one is used"
-            continue
-        if allowed is not None and client not in allowed:
-            refused[client] = f"client {client} is not, or no longer, part of this sum"
-            continue
+        rules = {
+            f"client {client} sent this message twice; the first one is used": client not in seen,
+            f"client {client} is not, or no longer, part of this sum": expected is None or client in expected,
+        }
         try:
-            content = read(message, client)
+            check_rules(rules, MessageError)
+            content = read(message, client=client)
         except MessageError as problem:
             refused[client] = str(problem)
-            continue
-        seen.add(client)
-        yield client, content
+        else:
+            seen.add(client)
+            yield client, content
 
 
 def _expect(state: SumState, step: str) -> None:

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from fedrecon._src.privacy.secure_sum import primitives
 from fedrecon._src.privacy.secure_sum.primitives import SECRET
 from fedrecon._src.privacy.secure_sum.terms import MAGIC, VERSION, MessageError, Terms
 
-KINDS = {1: "advertise", 2: "roster", 3: "shares", 4: "delivery", 5: "masked", 6: "request", 7: "reveal"}
-_NUMBER = {name: number for number, name in KINDS.items()}
+VerifyKeys = Mapping[int, Ed25519PublicKey]  # of the clients that exist
+KINDS = ("", "advertise", "roster", "shares", "delivery", "masked", "request", "reveal")  # by their numbers
 _HEADER = struct.Struct(">4sBB32sQ")
 _CLIENT = struct.Struct(">Q")
 _ASKED = struct.Struct(">QB")
@@ -36,20 +36,18 @@ class Hello(NamedTuple):
       cipher: the public key with which shares are encrypted for it.
       mask: the public key from which masks follow.
       commitment: tells a right seed from a wrong one, and nothing else about it.
-      signature: over all of this and the terms; empty without a signing key.
-      signed: what is signed.
+      message: all of it as it was sent, signed or not.
     """
 
     client: int
     cipher: bytes
     mask: bytes
     commitment: bytes
-    signature: bytes
-    signed: bytes
+    message: bytes
 
 
 def _header(kind: str, terms: Terms, client: int) -> bytes:
-    return _HEADER.pack(MAGIC, VERSION, _NUMBER[kind], terms.digest(), client)
+    return _HEADER.pack(MAGIC, VERSION, KINDS.index(kind), terms.digest(), client)
 
 
 class _Reader:
@@ -62,8 +60,9 @@ class _Reader:
         problem = None
         if (magic, version) != (MAGIC, VERSION):
             problem = f"this is not a message of a secure sum of protocol version {VERSION}"
-        elif number != _NUMBER[kind]:
-            problem = f"a message of kind {KINDS.get(number, number)!r} came where {kind!r} was expected"
+        elif number != KINDS.index(kind):
+            name = KINDS[number] if number < len(KINDS) else number
+            problem = f"a message of kind {name!r} came where {kind!r} was expected"
         elif digest != terms.digest():
             problem = f"the {kind} message is from another session, round or group"
         elif client not in (None, self.client):
@@ -104,16 +103,22 @@ def write_hello(
     return body + _COUNT.pack(len(signature)) + signature
 
 
-def read_hello(message: bytes, terms: Terms, client: int | None, verify_keys: primitives.VerifyKeys | None) -> Hello:
-    """Read what a client advertises; with verify keys, only if it is signed by one of them."""
+def read_hello(message: bytes, terms: Terms, client: int | None, verify_keys: VerifyKeys | None) -> Hello:
+    """Read what a client advertises; with verify keys, only if it is signed with the client's own."""
     reader = _Reader(message, "advertise", terms, client)
     cipher, mask, commitment = (reader.take(32) for _ in range(3))
     signature = reader.take(reader.count())
     reader.end()
-    signed = bytes(message[: _HEADER.size + 96])
     if verify_keys is not None:
-        primitives.verify(verify_keys, reader.client, signature, signed)
-    return Hello(reader.client, cipher, mask, commitment, signature, signed)
+        if reader.client not in verify_keys:
+            unknown = "has no verify key here: it is not one of the clients that are known"
+            raise MessageError(f"client {reader.client} {unknown}")
+        try:
+            verify_keys[reader.client].verify(signature, bytes(message[: _HEADER.size + 96]))
+        except InvalidSignature:
+            wrong = "has not signed its keys, or not with the key that is known here"
+            raise MessageError(f"client {reader.client} {wrong}") from None
+    return Hello(reader.client, cipher, mask, commitment, bytes(message))
 
 
 def write_roster(terms: Terms, client: int, hellos: Sequence[bytes]) -> bytes:
@@ -122,9 +127,7 @@ def write_roster(terms: Terms, client: int, hellos: Sequence[bytes]) -> bytes:
     return _header("roster", terms, client) + _COUNT.pack(len(hellos)) + entries
 
 
-def read_roster(
-    message: bytes, terms: Terms, client: int, verify_keys: primitives.VerifyKeys | None
-) -> dict[int, Hello]:
+def read_roster(message: bytes, terms: Terms, client: int, verify_keys: VerifyKeys | None) -> dict[int, Hello]:
     """Read a client's circle."""
     reader = _Reader(message, "roster", terms, client)
     circle: dict[int, Hello] = {}

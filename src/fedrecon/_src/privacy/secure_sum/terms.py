@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedrecon._src.core.checks import check_rules
+
 
 class SecureSumError(ValueError):
     """A secure sum cannot continue."""
@@ -94,15 +96,12 @@ class Terms(NamedTuple):
             "`threshold` must be above half of `circle`, so that nobody can collect both secrets of a client, and not "
             "above `circle`": self.circle < 2 * self.threshold <= 2 * self.circle,
         }
-        if broken := next((rule for rule, holds in rules.items() if not holds), None):
-            raise SecureSumError(f"{broken} (got {self})")
+        check_rules({f"{rule} (got {self})": holds for rule, holds in rules.items()}, SecureSumError)
         return self
 
     def to_bytes(self) -> bytes:
         """Write the terms as a message of the server."""
-        return _LAYOUT.pack(
-            MAGIC, VERSION, self.session, self.round, self.length, self.bits, self.circle, self.threshold
-        )
+        return _LAYOUT.pack(MAGIC, VERSION, *self)
 
     @classmethod
     def from_bytes(cls, message: bytes) -> Terms:
