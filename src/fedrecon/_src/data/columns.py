@@ -124,27 +124,24 @@ class _Search:
 
     def choose(self, role: str, position: int) -> Column | None:
         """Return the name or the position of a column; its role if none fits, None if it is not needed."""
-        column = self.columns[role]
-        if column is None or column not in (role, "auto"):
+        column, has_header = self.columns[role], self.table.names is not None
+        if column not in (role, "auto"):
             return column
-        usual = self.usual.get(role)
-        has_header = self.table.names is not None
-        if role in self.usual:
-            fits = not has_header and isinstance(usual, int) and usual < self.table.width
-            if usual is None or usual in self.names or fits:
-                return usual
+        usual = self.usual.get(role, role)
+        fits = not has_header and isinstance(usual, int) and usual < self.table.width
+        if usual is None or fits or (role in self.usual and usual in self.names):
+            return usual
         optional = column == "auto" and role in AUTO
         if not has_header:
             return position if position < self.table.width or not optional else None
         name: Column | None = self._match(role, AUTO[role] if optional else (role,), column)
         if name is None and isinstance(usual, int):
-            name = usual
+            return usual
         return name if name is not None or optional else role
 
     def _match(self, role: str, exact: Sequence[str], column: Column) -> str | None:
-        for name in exact:
-            if name in self.names:
-                return name
+        if name := next((name for name in exact if name in self.names), None):
+            return name
         if role == "time" and column == role:  # somebody named it: that is not the default
             return None
         taken = {other for other_role, other in self.columns.items() if other_role != role}

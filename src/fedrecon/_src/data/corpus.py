@@ -220,7 +220,7 @@ class Corpus:
         chosen = self.split(clients) if isinstance(clients, str) else clients
         check_number("max_words", max_words, least=1)
         fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
-        encode = _encoder(self, chosen, vocabulary, max_words)
+        encode = _encoder(self, chosen, vocabulary, max_words, spelled)
         if folder is not None:
             with progress("writing examples of clients", len(chosen)) as advance:
                 return Sentences.from_generator(folder, _iterate_clients(chosen, encode, advance), **fields)
@@ -228,20 +228,15 @@ class Corpus:
         blocks = [encode(rows[k : k + SENTENCES_PER_BLOCK]) for k in range(0, max(1, len(rows)), SENTENCES_PER_BLOCK)]
         # one by one, so that not all are in memory twice
         columns = {name: np.concatenate([block.pop(name) for block in blocks]) for name in tuple(blocks[0])}
-        codes = columns.pop("other")
         if spelled:
             outside = columns["target"] >= vocabulary.first_oov
-            distinct, numbers = np.unique(codes[outside], return_inverse=True)
-            columns["other"] = np.zeros(outside.shape, np.int32)
-            columns["other"][outside] = numbers + 1
-            fields["other_words"] = np.array(self._spell(distinct), str)
+            codes, columns["other"][outside] = np.unique(columns["other"][outside], return_inverse=True)
+            columns["other"] = np.where(outside, columns["other"] + 1, 0).astype(np.int32)
+            by_hash = {-1 - word_hash(word): word for word in self.other_words}
+            spellings = (self.words[code - 1] if code > 0 else by_hash.get(code, "") for code in codes.tolist())
+            fields["other_words"] = np.array(list(spellings), str)  # empty where the spelling is not known
         ends = np.cumsum(chosen.sizes)
         return Sentences(columns, ends - chosen.sizes, ends, chosen.names, **fields)
-
-    def _spell(self, codes: np.ndarray) -> list[str]:
-        """Return the words that codes stand for; those whose spelling is not known are empty."""
-        by_hash = {-1 - word_hash(word): word for word in self.other_words}
-        return [self.words[code - 1] if code > 0 else by_hash.get(code, "") for code in codes.tolist()]
 
 
 def _words_of(content: bytes) -> tuple[str, ...]:
@@ -250,9 +245,9 @@ def _words_of(content: bytes) -> tuple[str, ...]:
 
 
 def _encoder(
-    corpus: Corpus, clients: Clients, vocabulary: Vocabulary, max_words: int
+    corpus: Corpus, clients: Clients, vocabulary: Vocabulary, max_words: int, spelled: bool
 ) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
-    """Return what turns sentences, given by their rows, into columns: ids of a vocabulary, and codes as `other`."""
+    """Return what turns sentences, given by their rows, into columns; if `spelled`, with their codes as `other`."""
     # the id of every code that is not negative: padding and the kept words
     table = np.array([PAD, *map(vocabulary.id_of, corpus.words)], np.int32)
     # words of the vocabulary that are not kept, by hash; none has the last
@@ -275,7 +270,8 @@ def _encoder(
         ids = np.pad(words, [(0, 0), (1, 0)], constant_values=vocabulary.bos)
         short = np.flatnonzero(lengths < max_words)
         ids[short, lengths[short] + 1] = vocabulary.eos
-        return next_word_columns(ids, len(vocabulary), vocabulary.buckets) | {"time": time, "other": codes}
+        columns = next_word_columns(ids, len(vocabulary), vocabulary.buckets) | {"time": time}
+        return columns | {"other": codes} if spelled else columns
 
     return encode
 
@@ -286,7 +282,5 @@ def _iterate_clients(
     """Yield the name and the columns of every client."""
     names = range(len(clients)) if clients.names is None else map(str, clients.names)
     for name, start, end in zip(names, clients.starts.tolist(), clients.ends.tolist(), strict=True):
-        columns = encode(np.arange(start, end))
-        del columns["other"]
-        yield name, columns
+        yield name, encode(np.arange(start, end))
         advance(1)

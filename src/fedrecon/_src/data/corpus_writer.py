@@ -9,10 +9,10 @@ import sqlite3
 from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, NamedTuple, TypedDict
 from xml.etree import ElementTree
 
 import numpy as np
@@ -173,7 +173,7 @@ def prepare_corpus(
     return Corpus.open(folder)
 
 
-class _PostStore:
+class _PostStore(AbstractContextManager["_PostStore"]):
     """A temporary database, in which posts are sorted and words are counted on disk.
 
     A client is the number of its split and its name. SQLite sorts in the folder that SQLITE_TMPDIR or TMPDIR names, or
@@ -186,14 +186,11 @@ class _PostStore:
         self.sizes: Counter[str] = Counter()  # sentences of each client
         self.over = self.num_posts = 0  # sentences that were not stored, and posts that were
         self.database = sqlite3.connect(path, isolation_level=None)
-
-    def __enter__(self) -> Self:
         self._run("PRAGMA journal_mode = OFF")
         self._run("PRAGMA synchronous = OFF")
         self._run("CREATE TABLE posts (client TEXT, time REAL, sentences TEXT)")
         self._run("CREATE TABLE words (word TEXT PRIMARY KEY, count INTEGER) WITHOUT ROWID")
         self._run("BEGIN")
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.database.close()
@@ -271,12 +268,9 @@ def _divide(clients: Sequence[str], settings: CorpusSettings) -> np.ndarray:
     """Return the number of each client's split: as its posts say, or at random as `Clients.split_clients` does."""
     if settings.fractions is None:
         return np.array([int(client[0]) for client in clients], np.int8)
-    index = np.arange(len(clients))
-    parts = Clients({"client": index}, index, index + 1, _names(clients)).split_clients(
-        *settings.fractions, seed=settings.seed
-    )
-    split_of = np.empty(len(clients), np.int8)
-    for number, part in enumerate(parts):
+    index, split_of = np.arange(len(clients)), np.empty(len(clients), np.int8)
+    everyone = Clients({"client": index}, index, index + 1, _names(clients))
+    for number, part in enumerate(everyone.split_clients(*settings.fractions, seed=settings.seed)):
         split_of[part.starts] = number
     return split_of
 

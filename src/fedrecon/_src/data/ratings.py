@@ -318,14 +318,10 @@ def _find_ids(vocabulary: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return where in the vocabulary each id is, -1 if it is not in it."""
     if (vocabulary.dtype.kind in "SU") != (ids.dtype.kind in "SU"):
         vocabulary, ids = vocabulary.astype(str), ids.astype(str)
-    order = np.argsort(vocabulary, kind="stable")
-    ordered = vocabulary[order]
-    if (ordered[1:] == ordered[:-1]).any():
+    numbers = {item_id: k for k, item_id in enumerate(vocabulary.tolist())}
+    if len(numbers) < len(vocabulary):
         raise ValueError("`item_ids` must not list an item twice.")
-    if not len(ordered):
-        return np.full(len(ids), -1)
-    index = np.minimum(np.searchsorted(ordered, ids), len(ordered) - 1)
-    return np.where(ordered[index] == ids, order[index], -1)
+    return np.array([numbers.get(item_id, -1) for item_id in ids.tolist()], np.int64)
 
 
 def _drop_duplicates(

@@ -302,9 +302,8 @@ def personal_text(text: str, vocabulary: Vocabulary, max_words: int = MAX_WORDS)
       [[4, 1, 2, 0, 3]]
     """
     sentences = split_text(text)
-    ids = np.zeros((len(sentences), max_words + 1), np.int32)
-    for row, sentence in zip(ids, sentences, strict=True):
-        row[:] = vocabulary.encode(sentence, max_words)
+    rows = [vocabulary.encode(sentence, max_words) for sentence in sentences]
+    ids = np.array(rows, np.int32).reshape(-1, max_words + 1)
     personal: dict[int, dict[str, int]] = {}
     used = Counter(word for sentence in sentences for word in sentence[:max_words])
     for word, count in sorted(used.items(), key=lambda item: (-item[1], item[0])):

@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import gzip
 import io
+import itertools
 import logging
 import math
 import os
@@ -189,10 +190,8 @@ def check_encoding(encoding: str) -> str:
 def read_text(stream: IO[bytes], source: str, encoding: str, chunk: int = CHUNK) -> Iterator[str]:
     """Yield a text file in chunks of whole lines; every line ends with a line feed, however the file ends them."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(check_encoding(encoding))(), translate=True)
-    tail: list[str] = []
-    waiting = done = 0
-    while True:
-        data = stream.read(chunk)
+    tail, done = "", 0
+    for data in itertools.chain(iter(partial(stream.read, chunk), b""), [b""]):  # the last ends what is decoded
         try:
             text = decoder.decode(data, final=not data)
             if not text.isascii():
@@ -200,18 +199,13 @@ def read_text(stream: IO[bytes], source: str, encoding: str, chunk: int = CHUNK)
         except (UnicodeError, ValueError, OverflowError) as problem:
             raise _decoding_error(source, encoding, data, done, problem) from None
         done += len(data)
-        end = text.rfind("\n") + 1
+        lines, end, tail = (tail + text).rpartition("\n")
         if end:
-            yield "".join([*tail, text[:end]])
-            tail, waiting = [], 0
-        tail.append(text[end:])
-        waiting += len(text) - end
-        if waiting > LONGEST_LINE:
+            yield lines + end
+        if len(tail) > LONGEST_LINE:
             raise DataError(f"{source} has a line of more than {LONGEST_LINE:,} characters: is it a text file?")
-        if not data:
-            break
-    if last := "".join(tail):
-        yield last + "\n"
+    if tail:
+        yield tail + "\n"
 
 
 def _decoding_error(source: str, encoding: str, data: bytes, done: int, problem: Exception) -> DataError:

@@ -107,9 +107,12 @@ def open_table(source: Any, **options: Any) -> Iterator["Table"]:
             yield TextTable(stream, name, **options)
             return
         with _arrow_errors(name):
-            file = pa.BufferReader(stream.read()) if is_stream(source) else pa.OSFile(str(source))
-            table = ArrowTable(file, _read_schema(file, name), name)
-        yield table
+            content = pa.BufferReader(stream.read()) if is_stream(source) else pa.OSFile(str(source))
+            with pa.parquet.ParquetFile(content) as file:
+                rows, size, schema = file.metadata.num_rows, content.size(), file.schema_arrow
+        if rows * BYTES_PER_VALUE > max(ALWAYS_ALLOWED, size * MAX_EXPANSION):
+            raise DataError(f"{name} declares {rows:,} rows in {size:,} bytes, which no real data has.")
+        yield ArrowTable(content, schema, name)
 
 
 @contextmanager
@@ -154,14 +157,6 @@ class ArrowTable:
         texts = [name for name in names if is_text(self.schema.field(name).type)]
         with pa.parquet.ParquetFile(self.content, read_dictionary=texts) as file:
             yield from file.iter_batches(BATCH_ROWS, columns=names)
-
-
-def _read_schema(content: pa.NativeFile, source: str) -> pa.Schema:
-    with pa.parquet.ParquetFile(content) as file:
-        rows, size = file.metadata.num_rows, content.size()
-        if rows * BYTES_PER_VALUE > max(ALWAYS_ALLOWED, size * MAX_EXPANSION):
-            raise DataError(f"{source} declares {rows:,} rows in {size:,} bytes, which no real data has.")
-        return file.schema_arrow
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -343,8 +338,6 @@ def _convert_spaces(text: str) -> str:
 
 
 def _is_json_object(line: str) -> bool:
-    if not (line.lstrip().startswith("{") and line.rstrip().endswith("}")):
-        return False
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
