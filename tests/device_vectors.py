@@ -19,7 +19,7 @@ from fedrecon._src.core.keys import as_number, client_keys, round_key
 from fedrecon._src.core.keys import words_of as key_words
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.data.sentences import prompt_columns, word_hash
-from fedrecon._src.device.export import export_form, of_weighed, packed, tables_file, unpacked
+from fedrecon._src.device.export import export_form, of_weighed, packed, tables_file
 from fedrecon._src.device.update_graph import describe_rows, describe_split
 from fedrecon._src.privacy.secure_sum.primitives import public_of
 from fedrecon._src.recommend.tasks.clicks import click_weight
@@ -28,6 +28,7 @@ from fedrecon_device import BundleError
 from fedrecon_device.plan import read_plan
 from fedrecon_device.ranking import clipped, nearest, rank
 from fedrecon_device.sealing import Purpose, Secrets, expand, make_report
+from fedrecon_device.tensors import GLOBAL, as_float32
 from fedrecon_device.words import PersonalWords
 from fedrecon_device.words import Vocabulary as DeviceVocabulary
 
@@ -122,7 +123,8 @@ def solved():
             params["gram"] = params["item_embedding"].T @ params["item_embedding"]
         form = export_form(algorithm, params, 0)
         form = of_weighed(form, click_weight) if "weight" in parts else form
-        start, run = jax.tree.map(np.asarray, form.start), jax.jit(form.reconstruct)
+        start = jax.tree.map(np.asarray, form.start)
+        run = jax.jit(lambda p, s, columns, n, form=form: form.reconstruct(p, s, form.prepare(columns), n))
         for count in (0, 1, 7, 12):
             draw = np.random.default_rng(count)
             columns = {
@@ -179,7 +181,10 @@ def tables_of():
     for kind in ("int8", "float16", None):
         stored = packed(params, kind)
         file = tables_file(stored, {"own": np.arange(3, dtype=np.float32)})
-        found[str(kind)] = {"file": base64.b64encode(file).decode(), "table": numbers(unpacked(stored)["table"][:20])}
+        found[str(kind)] = {
+            "file": base64.b64encode(file).decode(),
+            "table": numbers(as_float32(stored, GLOBAL)["table"][:20]),
+        }
     return found
 
 

@@ -21,7 +21,7 @@ from device_models import NUMBER, clicks_model, default_model
 from device_page import Page
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.export import packed, unpacked
+from fedrecon._src.device.export import packed
 from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.recommend.serving import Recommender
@@ -31,6 +31,7 @@ pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
 pytest.importorskip("onnxruntime", reason="needs fedrecon[device]")
 
 from fedrecon_device import Bundle, Personal
+from fedrecon_device.tensors import GLOBAL, as_float32
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def made(tmp_path_factory):
             saved = open_model(place / "run")
             bundle_model(saved, place / "bundle", most=MOST, quantise=quantise)
             leaves, structure = flatten(saved.params)
-            params = unflatten(structure, unpacked(packed(leaves, quantise, ("gram", "*popularity*"))))
+            params = unflatten(structure, as_float32(packed(leaves, quantise, ("gram", "*popularity*")), GLOBAL))
             served = Recommender(dataclasses.replace(saved, params=params))
             page = Page(place / "bundle", place) if shutil.which("node") else None
             found[name] = (Bundle(place / "bundle"), served, page, place / "run")

@@ -18,7 +18,7 @@ from PIL import Image
 from device_models import clicks_model, counts_model, default_model, trained
 from fedrecon._src.app.cli.demo import SETTINGS
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.device.export import packed, unpacked
+from fedrecon._src.device.export import packed
 from fedrecon._src.device.model_bundle import bundle_model
 from fedrecon._src.device.web_page import serve
 from fedrecon._src.recommend.saved_models import open_model
@@ -26,6 +26,7 @@ from fedrecon._src.recommend.serving import Recommender
 from fedrecon._src.recommend.tasks import RATINGS
 from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon_device import Bundle
+from fedrecon_device.tensors import GLOBAL, as_float32
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser installs it")
 CHROMIUM = next(
@@ -152,7 +153,8 @@ def test_five_ratings_give_the_parameters_scores_and_order_that_python_gives(sav
     found = page.evaluate("({...fedrecon, scores: Array.from(fedrecon.scores)})")
 
     leaves, structure = flatten(saved.params)
-    served = Recommender(dataclasses.replace(saved, params=unflatten(structure, unpacked(packed(leaves, "int8")))))
+    params = unflatten(structure, as_float32(packed(leaves, "int8"), GLOBAL))
+    served = Recommender(dataclasses.replace(saved, params=params))
     titles, ids = saved.legend.titles.tolist(), saved.legend.ids.tolist()
     person = {ids[titles.index(title)]: stars for title, stars in RATED.items()}
     mine = served.reconstruct(person)
@@ -391,7 +393,7 @@ def test_what_one_has_is_chosen_and_ranks_the_rest_as_in_python(context, tmp_pat
             page.get_by_label(f"I have {title}", exact=True).check()
         page.fill("#search", "")
         picture(page, "clicks")
-        params = unpacked(packed(saved.params, "int8", ("gram", "*popularity*")))
+        params = as_float32(packed(saved.params, "int8", ("gram", "*popularity*")), GLOBAL)
         served_by_python = Recommender(dataclasses.replace(saved, params=params))
         person = dict.fromkeys(mine, 1)
         found = page.evaluate("({...fedrecon, scores: Array.from(fedrecon.scores)})")

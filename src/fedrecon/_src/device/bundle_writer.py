@@ -25,7 +25,6 @@ from fedrecon._src.device.export import (
     numbers,
     packed,
     tables_file,
-    unpacked,
     wide,
 )
 from fedrecon._src.device.onnx_graphs import OPSET, OnnxGraph
@@ -40,6 +39,7 @@ from fedrecon_device.contents import written
 from fedrecon_device.errors import BundleError
 from fedrecon_device.files import FORMAT, MANIFEST, VERSION, digest_of, manifest_bytes
 from fedrecon_device.plan import PLAN
+from fedrecon_device.tensors import GLOBAL, as_float32
 
 MOST_EXAMPLES = 300
 EXPORTED = "reconstruct.jaxexport"
@@ -108,7 +108,7 @@ def bundle(
     check_number("most", used, least=1)
     leaves, structure = flatten(jax.tree.map(np.asarray, params))
     stored = packed(leaves, quantise, legend.exact)
-    tables = unpacked(stored)  # a device computes with these, so test vectors come from them
+    tables = as_float32(stored, GLOBAL)  # a device computes with these, so test vectors come from them
     params = unflatten(structure, tables)
     form = export_form(algorithm, params, legend.seed, ranked=legend.ranks)
     form = form if legend.adapt is None else legend.adapt(form)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from fedrecon_device.bundle import ITEM_TASKS, ITEMS, padded
 from fedrecon_device.errors import BundleError
 from fedrecon_device.graphs import Graph
 from fedrecon_device.ranking import rank
-from fedrecon_device.tensors import GLOBAL, ROW_SCALE, START, as_float32
+from fedrecon_device.tensors import GLOBAL, ROW_SCALE, START
 
 Quantisation = Literal["int8", "float16"]
 SMALL = 1024  # numbers: smaller leaves stay float32: quantising them would save next to nothing
@@ -63,24 +63,16 @@ def packed(
             stored_tables[GLOBAL + path] = values.astype(np.float16)
         else:
             rows = values.reshape(len(values), -1)
-            scale = _halves_from(np.max(np.abs(rows), 1) / np.float32(127), path)
+            needed = np.max(np.abs(rows), 1) / np.float32(127)
+            problem = f"global parameter {path!r} has entries above 8,319,008: rows of int8 cannot hold them"
+            check_rules({problem: np.max(needed) <= np.finfo(np.float16).max})
+            near = needed.astype(np.float16)
+            # Rounded up: divided by its scale, no number of a row is above 127.
+            scale = np.where(near < needed, np.nextafter(near, np.float16(np.inf)), near)
             safe = np.where(scale > 0, scale, 1).astype(np.float32)
             stored_tables[GLOBAL + path] = np.rint(rows / safe[:, None]).astype(np.int8).reshape(values.shape)
             stored_tables[ROW_SCALE + path] = scale
     return stored_tables
-
-
-def _halves_from(scale: np.ndarray, path: str) -> np.ndarray:
-    """Return scales in float16, rounded up: divided by its scale, no number of a row is above 127."""
-    problem = f"global parameter {path!r} has entries above 8,319,008: rows of int8 cannot hold them"
-    check_rules({problem: np.max(scale) <= np.finfo(np.float16).max})
-    near = scale.astype(np.float16)
-    return np.where(near < scale, np.nextafter(near, np.float16(np.inf)), near)
-
-
-def unpacked(stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the global parameters that a device computes with, by path."""
-    return as_float32(dict(stored), GLOBAL)
 
 
 def tables_file(stored: Mapping[str, np.ndarray], start: Mapping[str, Any]) -> bytes:
@@ -102,16 +94,12 @@ def promised(values: Any, unlike: Any = None) -> dict[str, Any]:
     """
     array = np.asarray(values)
     array = array.view(np.int32) if array.dtype == np.uint32 else array.astype(np.float32)
-    flat = array.reshape(-1)
-
-    def written(some: np.ndarray) -> list[Any]:
-        return some.tolist() if some.dtype == np.int32 else numbers(some)
-
+    flat, written = array.reshape(-1), np.ndarray.tolist if array.dtype == np.int32 else numbers
     if flat.size <= FULL:
         return {"shape": list(array.shape), "values": written(flat)}
     moved = np.abs(flat - (0 if unlike is None else np.asarray(unlike, np.float32).reshape(-1)))
-    at = {*np.argsort(-moved, kind="stable")[: FULL // 2].tolist(), *range(0, flat.size, -(-flat.size // (FULL // 2)))}
-    places = sorted(at)
+    most = np.argsort(-moved, kind="stable")[: FULL // 2].tolist()
+    places = sorted({*most, *range(0, flat.size, -(-flat.size // (FULL // 2)))})
     return {"shape": list(array.shape), "at": places, "values": written(flat[places])}
 
 
@@ -161,7 +149,8 @@ class Form(NamedTuple):
     """What runs on a device.
 
     Attributes:
-      reconstruct: `(global, start, columns of (N, ...), count) -> local`; a model's evidence is added to the start.
+      reconstruct: `(global, start, prepared columns of (N, ...), count) -> local`; a model's evidence is added to the
+        start.
       predict: `(global, local, columns) -> array`.
       start: where reconstruction starts: the learned default, or the fresh parameters of a single client.
       prepare: `columns -> columns`, from what people have to what the model reads.
@@ -214,7 +203,7 @@ def of_counts(form: Form) -> Form:
     def predict(params: Params, local: Params, columns: Batch) -> Array:
         return jnp.expm1(jnp.minimum(form.predict(params, local, columns), HIGHEST_LOG))
 
-    return _prepared(form, prepare)._replace(predict=predict)
+    return form._replace(predict=predict, prepare=prepare)
 
 
 def of_weighed(form: Form, weight: Callable[[Array], Array]) -> Form:
@@ -229,14 +218,7 @@ def of_weighed(form: Form, weight: Callable[[Array], Array]) -> Form:
         rest = {name: column for name, column in columns.items() if name != "rating"}
         return {**rest, "weight": weight(jnp.maximum(columns["rating"], 1))}
 
-    return _prepared(form, prepare)
-
-
-def _prepared(form: Form, prepare: Callable[[Batch], Batch]) -> Form:
-    def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
-        return form.reconstruct(params, start, prepare(columns), count)
-
-    return form._replace(reconstruct=reconstruct, prepare=prepare)
+    return form._replace(prepare=prepare)
 
 
 class Legend(NamedTuple):
@@ -320,7 +302,8 @@ class Exporter:
         return unflatten(self._structure, params), unflatten(self._local, local_params), under("example/", named)
 
     def _reconstruct(self, named: Mapping[str, Any]) -> list[Any]:
-        local = self._form.reconstruct(*self._parts(named, "start"), named["count"])
+        params, start, columns = self._parts(named, "start")
+        local = self._form.reconstruct(params, start, self._form.prepare(columns), named["count"])
         return list(flatten(local)[0].values())
 
     def _predict(self, named: Mapping[str, Any]) -> list[Any]:
@@ -351,10 +334,17 @@ class Exporter:
         return to_onnx(self._predict, inputs, ["prediction"])
 
     def stablehlo(self) -> bytes:
-        """Return reconstruction as jax.export writes it, without source locations."""
-        inputs = self._support(self._like)
-        with _without_places():
-            return bytes(jax.export.export(jax.jit(self._reconstruct))(inputs).serialize())
+        """Return reconstruction as jax.export writes it, without source locations, which differ between machines."""
+        settings = {
+            "jax_traceback_in_locations_limit": 0,
+            "jax_include_full_tracebacks_in_locations": False,
+            "jax_hlo_source_file_canonicalization_regex": ".*",
+        }
+        with contextlib.ExitStack() as stack:
+            for name, value in settings.items():
+                stack.callback(jax.config.update, name, getattr(jax.config, name))
+                jax.config.update(name, value)
+            return bytes(jax.export.export(jax.jit(self._reconstruct))(self._support(self._like)).serialize())
 
     def vectors(self, legend: Legend) -> list[dict[str, Any]]:
         """Return test vectors, from JAX and the tables of the device."""
@@ -383,21 +373,3 @@ class Exporter:
                 case["top"] = rank(scores, 10, left_out=rated, counts=counts, least=legend.least_count).tolist()
             cases.append(case)
         return cases
-
-
-@contextlib.contextmanager
-def _without_places() -> Iterator[None]:
-    """Trace without noting source files and lines, which differ from machine to machine."""
-    names = {
-        "jax_traceback_in_locations_limit": 0,
-        "jax_include_full_tracebacks_in_locations": False,
-        "jax_hlo_source_file_canonicalization_regex": ".*",
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    try:
-        for name, value in names.items():
-            jax.config.update(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)

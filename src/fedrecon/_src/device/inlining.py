@@ -16,7 +16,7 @@ from fedrecon._src.device import threefry
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]  # (equation, values) -> values
 
 
-def inlined(function: Callable[..., Any], *like: Any) -> Callable[..., list[Any]]:
+def inlined(function: Callable[..., Any], *like: Any) -> Callable[..., Any]:
     """Return a function of flat arrays that does what `function` does, without calls, custom rules or barriers.
 
     jax2onnx replaces functions of jax.numpy while it traces, which breaks under `jax.grad`; so we trace first, and give
@@ -29,11 +29,7 @@ def inlined(function: Callable[..., Any], *like: Any) -> Callable[..., list[Any]
     traced = _without_unused(jax.make_jaxpr(function)(*like))
     leaves = jax.tree.leaves(like)
     plain = _without_unused(jax.make_jaxpr(lambda *values: evaluate(traced.jaxpr, traced.consts, values))(*leaves))
-
-    def flat(*values: Any) -> list[Any]:
-        return core.jaxpr_as_fun(plain)(*values)
-
-    return flat
+    return core.jaxpr_as_fun(plain)
 
 
 def used_inputs(function: Callable[..., Any], shapes: Mapping[str, Any]) -> list[str]:
@@ -83,14 +79,10 @@ def _closed(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     return evaluate(needed.jaxpr, needed.consts, values)
 
 
-def _call(name: str) -> Rule:
-    """Inline a call whose function is the parameter `name`."""
-
-    def rule(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-        jaxpr = equation.params[name]
-        return _closed(jaxpr, values) if hasattr(jaxpr, "consts") else evaluate(jaxpr, (), values)
-
-    return rule
+def _call(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Inline a call."""
+    jaxpr = next(equation.params[name] for name in ("jaxpr", "call_jaxpr", "call") if name in equation.params)
+    return _closed(jaxpr, values) if hasattr(jaxpr, "consts") else evaluate(jaxpr, (), values)
 
 
 def _while(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -286,17 +278,9 @@ def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return [jnp.moveaxis(result, -1, axis)]
 
 
-CALLS: dict[str, Rule] = {
-    "jit": _call("jaxpr"),
-    "closed_call": _call("call_jaxpr"),
-    "checkpoint": _call("jaxpr"),
-    "remat2": _call("jaxpr"),
-    "custom_jvp_call": _call("call_jaxpr"),
-    "custom_vjp_call": _call("call_jaxpr"),
-    "custom_vmap_call": _call("call"),
-}
+CALLS = ("jit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 RULES: dict[str, Rule] = {
-    **CALLS,
+    **dict.fromkeys(CALLS, _call),
     **threefry.RULES,
     **dict.fromkeys(("optimization_barrier", "stop_gradient", "copy"), lambda equation, values: values),
     "bitcast_convert_type": threefry.bitcast,

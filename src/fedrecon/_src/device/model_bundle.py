@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,8 @@ def bundle_model(
     check_number("least_count", least_count, most=MOST_ROUNDS)
     if onnxruntime_web is not None:
         check_vendor(onnxruntime_web)  # before the export, which takes long
-    legend, like = PARTS[saved.task.name](saved, most, least_count)
+    parts: Any = {"ratings": _ratings_parts, "clicks": _clicks_parts, "text": _text_parts}[saved.task.name]
+    legend, like = parts(saved, most, least_count)
     return bundle(
         saved.algorithm if train is None else train.algorithm(saved, most),
         saved.params,
@@ -156,29 +157,16 @@ Parts = tuple[Legend, Mapping[str, np.ndarray]]  # and examples of a person
 
 
 def _ratings_parts(saved: SavedModel[Items], most: int, least_count: int | None) -> Parts:
-    scale = saved.config.model.scale
-    logarithms = scale is not None and scale.transform == "log1p"
-    legend = items_legend(saved, least_count, of_counts if logarithms else None)
-    legend = legend._replace(settings=_ratings_settings(saved.config))
-    return legend, made_up_ratings(len(saved.legend), legend.scale, most)
-
-
-def _ratings_settings(config: Any) -> dict[str, Any]:
-    settings, scale = asdict(config.reconstruct), config.model.scale
-    if scale is None:
-        return settings
-    settings["transform"] = scale.transform
-    if not scale.standardized:
-        return settings
-    ridge = config.reconstruct.ridge
-    return settings | {
-        "ridges": {
-            "bias": ridge * scale.user_ridge,
-            "embedding": ridge * scale.noise,
-            "traits": [ridge * value for value in scale.trait_ridges],
-        },
-        "standard": {"mean": scale.mean, "deviation": scale.deviation},
-    }
+    settings, scale = asdict(saved.config.reconstruct), saved.config.model.scale
+    if scale is not None:
+        settings["transform"] = scale.transform
+    if scale is not None and scale.standardized:
+        ridge = settings["ridge"]
+        settings["ridges"] = {"bias": ridge * scale.user_ridge, "embedding": ridge * scale.noise}
+        settings["ridges"]["traits"] = [ridge * value for value in scale.trait_ridges]
+        settings["standard"] = {"mean": scale.mean, "deviation": scale.deviation}
+    legend = items_legend(saved, least_count, of_counts if settings.get("transform") == "log1p" else None)
+    return legend._replace(settings=settings), made_up_ratings(len(saved.legend), legend.scale, most)
 
 
 def _clicks_parts(saved: SavedModel[Items], most: int, least_count: int | None) -> Parts:
@@ -201,20 +189,12 @@ def _text_parts(saved: SavedModel[Vocabulary], most: int, least_count: int | Non
     return legend, personal_text(_made_up_text(words), words, max_words).columns
 
 
-PARTS: dict[str, Callable[[SavedModel[Any], int, int | None], Parts]] = {
-    "ratings": _ratings_parts,
-    "clicks": _clicks_parts,
-    "text": _text_parts,
-}
-
-
 def items_legend(saved: SavedModel[Items], least_count: int | None = None, adapt: Any = None) -> Legend:
     """Return what a bundle says about the items of a model, and about ratings or clicks of them."""
     items = saved.legend
-    titles = None if items.titles is None else [str(title) for title in items.titles]
     content = {
         "ids": _short(items.ids.tolist()),
-        "labels": None if titles is None else unique_labels(titles, items.ids.tolist()),
+        "labels": None if items.titles is None else unique_labels(items.titles.tolist(), items.ids.tolist()),
         "counts": None if items.counts is None else items.counts.tolist(),
     }
     least = saved.config.model.least_ratings if least_count is None else least_count
@@ -235,9 +215,8 @@ def _made_up_text(vocabulary: Vocabulary) -> str:
     """Return made-up sentences of words inside and outside the vocabulary."""
     known_words = [word for word in vocabulary.words if word.isalpha()][:200] or ["a"]
     draw = np.random.default_rng(0)
-    lines = []
-    for _ in range(64):
-        count = draw.integers(2, 12)
-        words = [draw.choice(known_words) if draw.random() < 0.8 else f"zz{draw.integers(40)}q" for _ in range(count)]
-        lines.append(" ".join(words))
-    return "\n".join(lines)
+
+    def word() -> str:
+        return draw.choice(known_words) if draw.random() < 0.8 else f"zz{draw.integers(40)}q"
+
+    return "\n".join(" ".join(word() for _ in range(draw.integers(2, 12))) for _ in range(64))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +64,10 @@ def to_onnx(
 
     arguments = [_with_any(shapes[name]) if name in any_number else shapes[name] for name in names]
     try:
-        with _quiet():
+        # The exporter logs and warns about its own internals.
+        with warnings.catch_warnings(action="ignore"), contextlib.ExitStack() as stack:
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.WARNING)
             model = jax2onnx.to_onnx(flat, arguments, opset=OPSET, input_names=names, output_names=list(outputs))
     except Exception as problem:  # an operation without translation may raise anything
         raise ExportError(_explained(problem, inline, shapes)) from problem
@@ -76,19 +79,6 @@ def to_onnx(
 
 def _with_any(shape: Any) -> Any:
     return jax.ShapeDtypeStruct((jax.export.symbolic_shape("B")[0], *shape.shape[1:]), shape.dtype)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what the exporter logs about its own internals."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _described(values: Any) -> list[dict[str, Any]]:

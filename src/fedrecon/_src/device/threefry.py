@@ -73,16 +73,6 @@ def _one(keys: Any) -> Array:
     return words.reshape(2)
 
 
-def wrap(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Make a key of words."""
-    return [Words(values[0])]
-
-
-def unwrap(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Return the words of a key."""
-    return [_words(values[0])]
-
-
 def fold_in(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Derive a key from a key and a number."""
     low = jnp.asarray(values[1]).astype(jnp.int32).reshape(1)
@@ -129,8 +119,8 @@ def erf_inv(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 RULES = {
-    "random_wrap": wrap,
-    "random_unwrap": unwrap,
+    "random_wrap": lambda equation, values: [Words(values[0])],
+    "random_unwrap": lambda equation, values: [_words(values[0])],
     "random_fold_in": fold_in,
     "random_split": split,
     "random_bits": random_bits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +31,8 @@ from fedrecon._src.models.text.shared_weights import plain_layers
 from fedrecon._src.privacy.accounting import check_delta, epsilon_of
 from fedrecon._src.server.aggregator import Aggregator
 from fedrecon_device.files import digest_of
-from fedrecon_device.plan import MOST_REPORTS, PLAN_FORMAT, PLAN_VERSION
+from fedrecon_device.plan import MOST_REPORTS, PLAN_FORMAT, PLAN_VERSION, SIDES
 
-SIDES = ("support", "query")
 RANDOM = (
     "the algorithm draws random numbers while it computes (dropout, or simulated noise), which a device cannot: train "
     "a model without dropout; with `ClientNoise`, set simulated=False"
@@ -77,12 +77,11 @@ class DevicePlan(NamedTuple):
         check_number("reports_per_day", self.reports_per_day, most=MOST_REPORTS)
         check_delta(self.delta)
         two_servers = _protocol(algorithm) != "open"
-        if not two_servers and self.helper is None:
-            return
-        check_rules({'`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")': two_servers})
-        problem = f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})"
-        check_rules({problem: re.fullmatch("[0-9a-f]{64}", self.helper or "")})
-        check_number("least", self.least, least=2)  # the sum of one report is the report
+        if two_servers or self.helper is not None:
+            missing = '`helper` needs an aggregator with two servers: secure(..., protocol="two-servers")'
+            problem = f"`helper` must be the helper's public key, 64 hexadecimal digits (got {self.helper!r})"
+            check_rules({missing: two_servers, problem: re.fullmatch("[0-9a-f]{64}", self.helper or "")})
+            check_number("least", self.least, least=2)  # the sum of one report is the report
 
 
 def _protocol(algorithm: Algorithm) -> str:
@@ -137,11 +136,7 @@ class UpdateGraph:
             "round_key": jax.ShapeDtypeStruct((2,), jnp.uint32),
             **{name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in packed.items()},
         }
-        self.layout: list[dict[str, Any]] = []
-        self.left_out: list[tuple[int, int]] = []  # places in the whole vector that are not sent, and how many
-        self.outputs: list[str] = []
-        self.vector = (0, np.dtype(np.float32))  # its length and type
-        jax.eval_shape(self.run, self.inputs)  # which also finds out the layout
+        jax.eval_shape(self.run, self.inputs)  # which sets `outputs`, `layout`, `left_out` and `vector`
 
     def run(self, named: Mapping[str, Any]) -> list[Any]:
         """Run a round for one client, from named arrays."""
@@ -177,24 +172,25 @@ class UpdateGraph:
     def _laid_out(self, summand: Summand) -> dict[str, Any]:
         """Return what a client adds, by name, and note where each array goes in its vector."""
         outputs: dict[str, Any] = {}
-        self.layout, self.left_out, at, whole = [], [], 0, 0
-        parts = [
-            (f"{part}/{path}", change)
+        self.layout: list[dict[str, Any]] = []
+        self.left_out: list[tuple[int, int]] = []  # places in the whole vector that are not sent, and how many
+        at = whole = 0
+        changes: dict[str, Any] = {
+            f"{part}/{path}": change
             for part, some in sorted(summand.parts.items())
             for path, change in sorted(some.items())
-        ]
-        small = [(f"scalar/{name}", value) for name, value in sorted({**summand.scalars, **summand.flags}.items())]
-        for name, change in [*parts, *small]:
-            values = change.values if isinstance(change, RowChanges) else change
-            values = values if name.startswith("scalar/") else _scaled(values, summand)
+        }
+        changes |= {f"scalar/{name}": x for name, x in sorted({**summand.scalars, **summand.flags}.items())}
+        for name, change in changes.items():
             by_rows = isinstance(change, RowChanges)
+            values = change.values if by_rows else change
+            values = values if name.startswith("scalar/") else _scaled(values, summand)
             length = change.table * math.prod(values.shape[2:]) if by_rows else math.prod(values.shape[1:])
             whole += length
             if name.removeprefix(f"{DELTA}/") in self._constant:
                 self.left_out.append((whole - length, length))
                 continue
-            entry: dict[str, Any] = {"at": at, "values": name}
-            outputs[name] = values[0]
+            outputs[name], entry = values[0], {"at": at, "values": name}
             if by_rows:
                 outputs[f"{name}/ids"], outputs[f"{name}/count"] = change.ids[0], change.count[0]
                 entry |= {"ids": f"{name}/ids", "count": f"{name}/count"}
@@ -203,7 +199,7 @@ class UpdateGraph:
         dtypes = {np.dtype(outputs[entry["values"]].dtype) for entry in self.layout}
         if len(dtypes) != 1:
             raise ExportError(f"a device sends numbers of one type; the aggregator encodes {sorted(map(str, dtypes))}")
-        self.vector = at, dtypes.pop()
+        self.vector = at, dtypes.pop()  # its length and type
         return outputs
 
     def graph(self) -> OnnxGraph:
@@ -312,10 +308,9 @@ class UpdateGraph:
 
 def _recipe(aggregator: Aggregator) -> Any:
     """Return how the aggregator was made, so that a coordinator can make it again; None if that is not known."""
-    try:
+    with contextlib.suppress(RecipeError):
         return recipe_of(aggregator)
-    except RecipeError:
-        return None
+    return None
 
 
 def _referred(name: str, leaf: np.ndarray, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:

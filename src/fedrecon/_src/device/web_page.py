@@ -197,7 +197,6 @@ class _Files(BaseHTTPRequestHandler):
 
 
 def _kind(name: str) -> str:
-    media_types = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm"}
-    suffix = Path(name).suffix
-    kind = media_types.get(suffix) or mimetypes.types_map.get(suffix, "application/octet-stream")
+    ours = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm"}
+    kind = {**mimetypes.types_map, **ours}.get(Path(name).suffix, "application/octet-stream")
     return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind

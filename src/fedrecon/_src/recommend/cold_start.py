@@ -174,11 +174,10 @@ def blend_popularity(
     chosen, weights = _first_users(clients), np.array(params["popularity_weight"], np.float32)
     plain = {**params, "popularity_weight": np.zeros_like(weights)}
     score, popular = ranking.score_by_factors(plain, unobserved, ridge), np.asarray(params["item_popularity"])
-    holdout = ranking.split_items(chosen, split)
-    size = np.bincount(holdout.support.user, minlength=holdout.support.users)
-    measurable = np.bincount(holdout.hidden.user, minlength=holdout.support.users) > 0
+    whole = ranking.split_items(chosen, split)
+    known, hidden = (np.bincount(part.user, minlength=part.users) for part in whole)
     for number, k in enumerate(AFTER[1:], 1):
-        people = np.flatnonzero(measurable & (size >= k))
+        people = np.flatnonzero((hidden > 0) & (known >= k))
         if len(people) < LEAST_USERS:
             weights[number] = weights[max(number - 1, 1)]
             continue
@@ -186,9 +185,9 @@ def blend_popularity(
         scores = np.asarray(score(holdout.support))
         scores_by_blend = [_ndcg(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
         weights[number] = BLENDS[int(np.argmax(scores_by_blend))]
-    blended, holdout = {**params, "popularity_weight": weights}, ranking.split_items(chosen, split)
+    blended = {**params, "popularity_weight": weights}
     scorers = (ranking.score_by_factors(blended, unobserved, ridge), _add(np.zeros((len(chosen), 1)), popular))
-    with_model, alone = (_ndcg(scorer, holdout, len(popular)) for scorer in scorers)
+    with_model, alone = (_ndcg(scorer, whole, len(popular)) for scorer in scorers)
     if with_model < alone:
         weights[1:] = BLENDS[-1]
     return blended

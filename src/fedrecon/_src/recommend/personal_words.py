@@ -81,13 +81,13 @@ class PersonalWords:
         self.vocabulary, self._biased = vocabulary, biased
         self.own: dict[str, int] = {}
         self.count, self.expected = np.zeros((2, vocabulary.first_oov + 1))
-        self._uses: list[int] = []
+        self._uses: Counter[str] = Counter()  # of the person's own words, in the same order
         self._followers: dict[tuple[int, ...], Counter[int]] = {}
 
     def copy(self) -> PersonalWords:
         """Return what is known now, which stays as it is when more is learned."""
         other = copy.copy(self)
-        other.own, other._uses = dict(self.own), list(self._uses)
+        other.own, other._uses = dict(self.own), self._uses.copy()
         other.count, other.expected = self.count.copy(), self.expected.copy()
         other._followers = {context: Counter(followers) for context, followers in self._followers.items()}
         return other
@@ -114,9 +114,8 @@ class PersonalWords:
         first_oov = self.vocabulary.first_oov
         for word in words:
             if self.vocabulary.id_of(word) >= first_oov:
-                index = self.own.setdefault(word, len(self.own))
-                self._uses += [0] * (index == len(self._uses))
-                self._uses[index] += 1
+                self.own.setdefault(word, len(self.own))
+                self._uses[word] += 1
         ids = [*self.inputs(words), *([self.vocabulary.eos] if ended else [])]
         for t, target in enumerate(ids[1:], 1):
             self.count[min(target, first_oov)] += 1
@@ -136,7 +135,7 @@ class PersonalWords:
         in_vocabulary = probabilities[:, :first_oov] * ratio[:-1]
         outside = probabilities[:, first_oov:].sum(1) * ratio[-1]
         total = in_vocabulary.sum(1) + outside
-        uses = np.array(self._uses, in_vocabulary.dtype)
+        uses = np.fromiter(self._uses.values(), in_vocabulary.dtype)
         own_shares = (uses - DISCOUNT) / (uses.sum() + 1)
         shares = np.concatenate([in_vocabulary, outside[:, None] * own_shares], 1) / total[:, None]
         new = outside * (1 - own_shares.sum()) / total
@@ -171,13 +170,9 @@ class PersonalWords:
         candidates = [k for k in range(1, len(self.vocabulary) + 1) if self.vocabulary.words[k - 1].startswith(prefix)]
         best = sorted(candidates, key=lambda k: -shares[k])[:n]
         suggestions = [Suggestion(self.vocabulary.words[k - 1], float(shares[k]), False) for k in best]
-        first_oov = self.vocabulary.first_oov
-        own_suggestions = [
-            Suggestion(word, float(shares[first_oov + index]), True)
-            for word, index in self.own.items()
-            if word.startswith(prefix)
-        ]
-        ordered = sorted([*suggestions, *own_suggestions], key=lambda s: (-s.probability, s.word))
+        own_shares = zip(self.own, shares[self.vocabulary.first_oov :].tolist(), strict=True)
+        suggestions += [Suggestion(word, share, True) for word, share in own_shares if word.startswith(prefix)]
+        ordered = sorted(suggestions, key=lambda s: (-s.probability, s.word))
         likeliest = next((s for s in ordered if s.personal), None)
         if n >= RESERVED_FROM and likeliest in ordered[n:] and likeliest.probability >= LEAST_OWN:
             return [*ordered[: n - 1], likeliest]

@@ -328,12 +328,9 @@ def model_predictions(algorithm: Algorithm, params: Any, local: Any) -> Predict:
       local: local parameters.
     """
     compiled = _compile(algorithm)
-
-    def predict(columns: Columns) -> np.ndarray:
-        inputs = {name: columns[name] for name in ("word", "oov", "pair")}
-        return np.asarray(compiled(params, local, inputs))
-
-    return predict
+    return lambda columns: np.asarray(
+        compiled(params, local, {name: columns[name] for name in ("word", "oov", "pair")})
+    )
 
 
 @functools.lru_cache(maxsize=2)
