@@ -94,13 +94,13 @@ def promised(values: Any, unlike: Any = None) -> dict[str, Any]:
     """
     array = np.asarray(values)
     array = array.view(np.int32) if array.dtype == np.uint32 else array.astype(np.float32)
-    flat, written = array.reshape(-1), np.ndarray.tolist if array.dtype == np.int32 else numbers
-    if flat.size <= FULL:
-        return {"shape": list(array.shape), "values": written(flat)}
-    moved = np.abs(flat - (0 if unlike is None else np.asarray(unlike, np.float32).reshape(-1)))
-    most = np.argsort(-moved, kind="stable")[: FULL // 2].tolist()
-    places = sorted({*most, *range(0, flat.size, -(-flat.size // (FULL // 2)))})
-    return {"shape": list(array.shape), "at": places, "values": written(flat[places])}
+    flat, at = array.reshape(-1), {}
+    if flat.size > FULL:
+        moved = np.abs(flat - (0 if unlike is None else np.asarray(unlike, np.float32).reshape(-1)))
+        most = np.argsort(-moved, kind="stable")[: FULL // 2].tolist()
+        at = {"at": sorted({*most, *range(0, flat.size, -(-flat.size // (FULL // 2)))})}
+        flat = flat[at["at"]]
+    return {"shape": list(array.shape), **at, "values": flat.tolist() if flat.dtype == np.int32 else numbers(flat)}
 
 
 def numbers(values: Any) -> list[float]:

@@ -12,8 +12,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrecon._src.device import threefry
-
-Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]  # (equation, values) -> values
+from fedrecon._src.device.threefry import Rule
 
 
 def inlined(function: Callable[..., Any], *like: Any) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ A graph then draws what JAX draws from the same key. Sums wrap around in int32, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ import numpy as np
 from jax import Array
 
 from fedrecon._src.core.keys import ROTATIONS
+
+Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]  # (equation, values) -> values
 
 # Of the polynomials for the inverse of the error function, highest power first (Giles, 2010).
 CENTRAL: tuple[float, ...] = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087)
@@ -118,7 +120,7 @@ def erf_inv(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return [result * x]
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     "random_wrap": lambda equation, values: [Words(values[0])],
     "random_unwrap": lambda equation, values: [_words(values[0])],
     "random_fold_in": fold_in,

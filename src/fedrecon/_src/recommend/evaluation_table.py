@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
-import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
@@ -131,21 +129,26 @@ def _measure_personal(
     saved: SavedModel[Any], train: Clients | None, clients: Sentences, progress: Progress
 ) -> word_evaluation.PersonalResults:
     """Measure what people get from a model of the next word, next to counted n-grams of the training clients."""
-    config, algorithm = cast(TextConfig, saved.config), saved.algorithm
-    fresh = algorithm.model.init_local(jax.random.key(config.seed))
-    anybody = word_evaluation.model_predictions(algorithm, saved.params, fresh)
+    config, anybody = cast(TextConfig, saved.config), personal_predictions(saved, {})
     counted = {} if train is None else word_evaluation.CountedWords(cast(Sentences, train)).models()
 
-    def models_of(support: Mapping[str, np.ndarray]) -> word_evaluation.Models:
-        if config.model.local != "oov_embedding" or not len(support["target"]):
-            return word_evaluation.Models(anybody, anybody, counted)
+    def models_of(support: word_evaluation.Columns) -> word_evaluation.Models:
         examples = {name: column for name, column in support.items() if name != "other"}
-        local = reconstruct(algorithm, saved.params, examples, seed=config.seed)
-        personal = word_evaluation.model_predictions(algorithm, saved.params, local)
+        personal = personal_predictions(saved, examples) if config.model.local == "oov_embedding" else anybody
         return word_evaluation.Models(anybody, personal, counted)
 
     split, biased = evaluation_split(config), config.model.local == "output_bias"
     return word_evaluation.measure_people(clients, split, models_of, biased=biased, progress=progress)
+
+
+def personal_predictions(saved: SavedModel[Any], examples: word_evaluation.Columns) -> word_evaluation.Predict:
+    """Return what predicts next words for a person; embeddings of their own words, if any, are from their sentences."""
+    algorithm, config = saved.algorithm, saved.config
+    if config.model.local == "oov_embedding" and len(examples.get("target", ())):
+        local = reconstruct(algorithm, saved.params, examples, seed=config.seed)
+    else:
+        local = algorithm.model.init_local(jax.random.key(config.seed))
+    return word_evaluation.model_predictions(algorithm, saved.params, local)
 
 
 def summarize(

@@ -307,9 +307,12 @@ def rank(
 
 
 class HiddenRanks(NamedTuple):
-    """Ranks of hidden items: each comes after `better` items, and `tied` items have its score, itself included."""
+    """Ranks of hidden items: each comes after `better` items, and `tied` items have its score, itself included.
 
-    users: int
+    `sizes` has how many hidden items each user has.
+    """
+
+    sizes: np.ndarray
     user: np.ndarray
     better: np.ndarray
     tied: np.ndarray
@@ -336,7 +339,7 @@ def rank_hidden(scores: np.ndarray, support: ItemSets, hidden: ItemSets) -> Hidd
     for u, (a, b) in enumerate(itertools.pairwise(bounds)):
         low[a:b] = np.maximum(np.searchsorted(ordered[u], values[a:b], "left"), support_count[u])
         high[a:b] = np.searchsorted(ordered[u], values[a:b], "right")
-    return HiddenRanks(hidden.users, hidden.user, num_items - high, high - low)
+    return HiddenRanks(np.diff(bounds), hidden.user, num_items - high, high - low)
 
 
 def recall(ranks: HiddenRanks, k: int) -> np.ndarray:
@@ -346,10 +349,9 @@ def recall(ranks: HiddenRanks, k: int) -> np.ndarray:
       ranks: the ranks of the hidden items.
       k: how many items are shown.
     """
-    count = np.bincount(ranks.user, minlength=ranks.users)
     chance = np.clip((k - ranks.better) / ranks.tied, 0, 1)  # of each hidden item to be among the first k
-    hits = np.bincount(ranks.user, chance, ranks.users)
-    return np.where(count > 0, hits / np.clip(count, 1, k), np.nan)
+    hits = np.bincount(ranks.user, chance, len(ranks.sizes))
+    return np.where(ranks.sizes > 0, hits / np.clip(ranks.sizes, 1, k), np.nan)
 
 
 def ndcg(ranks: HiddenRanks, k: int) -> np.ndarray:
@@ -360,10 +362,10 @@ def ndcg(ranks: HiddenRanks, k: int) -> np.ndarray:
       k: how many items are shown.
     """
     gains = np.append(0, np.cumsum(1 / np.log2(np.arange(2, k + 2))))  # of the first 0, 1, ... ranks in total
-    count = np.bincount(ranks.user, minlength=ranks.users)
     last = np.minimum(ranks.better + ranks.tied, k)
     expected = (gains[last] - gains[np.minimum(ranks.better, k)]) / ranks.tied
-    return np.where(count > 0, np.bincount(ranks.user, expected, ranks.users) / gains[np.clip(count, 1, k)], np.nan)
+    total = np.bincount(ranks.user, expected, len(ranks.sizes))
+    return np.where(ranks.sizes > 0, total / gains[np.clip(ranks.sizes, 1, k)], np.nan)
 
 
 def hit_rate(ranks: HiddenRanks, k: int) -> np.ndarray:
@@ -376,16 +378,15 @@ def hit_rate(ranks: HiddenRanks, k: int) -> np.ndarray:
       ranks: the ranks of the hidden items.
       k: how many items are shown.
     """
-    count = np.bincount(ranks.user, minlength=ranks.users)
-    certain = np.bincount(ranks.user, ranks.better + ranks.tied <= k, ranks.users) > 0
+    certain = np.bincount(ranks.user, ranks.better + ranks.tied <= k, len(ranks.sizes)) > 0
     across = (ranks.better < k) & (ranks.better + ranks.tied > k)
     user, better, tied = (part[across] for part in ranks[1:])
     first = np.r_[True, user[1:] != user[:-1]]  # of each user; only one group of equal scores lies across k
     nth = np.arange(len(user)) - np.flatnonzero(first)[np.cumsum(first) - 1] if len(user) else user
     out = np.maximum(1 - (k - better) / (tied - nth), 0)  # the nth hidden item is not drawn if none before it was
-    miss = np.ones(ranks.users)
+    miss = np.ones(len(ranks.sizes))
     np.multiply.at(miss, user, out)
-    return np.where(count > 0, np.where(certain, 1.0, 1 - miss), np.nan)
+    return np.where(ranks.sizes > 0, np.where(certain, 1.0, 1 - miss), np.nan)
 
 
 # ---- baselines ----

@@ -20,13 +20,13 @@ from fedrecon._src.core.model import Step, predict_in
 from fedrecon._src.data import DataError, Ratings, Vocabulary, personal_text, split_text
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.data.sources import is_readable, open_bytes
-from fedrecon._src.recommend.evaluation_table import EvaluationTable, evaluate_saved
+from fedrecon._src.recommend.evaluation_table import EvaluationTable, evaluate_saved, personal_predictions
 from fedrecon._src.recommend.personal_words import PersonalWords, Suggestion, expected_counts
 from fedrecon._src.recommend.ranking import Recommendation, top_items
 from fedrecon._src.recommend.saved_models import SavedModel, open_for
 from fedrecon._src.recommend.task import Users
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, TEXT, Items
-from fedrecon._src.recommend.word_evaluation import model_predictions, predict_sentences
+from fedrecon._src.recommend.word_evaluation import predict_sentences
 from fedrecon._src.simulation.evaluation import reconstruct
 from fedrecon._src.simulation.training import Run
 
@@ -446,16 +446,11 @@ class PersonalCompleter:
 
     def __init__(self, completer: Completer, text: str):
         """Learn a person's text; embeddings of their own words, if the model has such, are reconstructed from it."""
-        self._saved, algorithm = completer.saved, completer.algorithm
-        part = self._saved.config.model.local
-        self.words, self.sentences = PersonalWords(completer.vocabulary, biased=part == "output_bias"), 0
-        local = algorithm.model.init_local(jax.random.key(self._saved.config.seed))
-        columns = personal_text(text, completer.vocabulary, self._saved.config.model.max_words).columns
-        if part == "oov_embedding" and len(columns["word"]):
-            limit = algorithm.method.support_limit or len(columns["word"])
-            newest = {name: column[-limit:] for name, column in columns.items()}
-            local = reconstruct(algorithm, completer.params, newest, seed=self._saved.config.seed)
-        self._predict = model_predictions(algorithm, completer.params, local)
+        self._saved, settings = completer.saved, completer.saved.config.model
+        self.words, self.sentences = PersonalWords(completer.vocabulary, biased=settings.local == "output_bias"), 0
+        columns = personal_text(text, completer.vocabulary, settings.max_words).columns
+        newest = slice(-(completer.algorithm.method.support_limit or 0), None)
+        self._predict = personal_predictions(self._saved, {name: column[newest] for name, column in columns.items()})
         self.learn(text)
 
     def learn(self, text: str) -> None:

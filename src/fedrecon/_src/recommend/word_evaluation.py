@@ -37,17 +37,17 @@ Predict = Callable[[Columns], np.ndarray]  # returns probabilities of (sentences
 # Rows of a tally, which has sums over the words of one person or of several, and what they are divided by:
 # - TOP1: hits of the most probable output where words of the vocabulary come next, and the number of these.
 # - TOP3, OWN_TOP3: words among three suggestions, and the number of words; of all words, and of those outside.
-# - LOSS: negative logarithms of probabilities, all words outside the vocabulary as one, and their number.
 # - KEYS: characters that need not be typed, and the number of all.
-TOP1, TOP3, OWN_TOP3, LOSS, KEYS = range(5)
+# - LOSS: negative logarithms of probabilities, all words outside the vocabulary as one, and their number.
+TOP1, TOP3, OWN_TOP3, KEYS, LOSS = range(5)
 
 
 def tally_metrics(tally: np.ndarray) -> dict[str, float]:
     """Return the shares, and the perplexity; NaN of no words."""
     with np.errstate(invalid="ignore"):
-        means = (tally[:, 0] / tally[:, 1]).tolist()
-    shares = {"top1": means[TOP1], "top3": means[TOP3], "own_top3": means[OWN_TOP3], "keystrokes": means[KEYS]}
-    return shares | {"perplexity": float(np.exp(min(means[LOSS], 700.0)))}
+        *shares, loss = (tally[:, 0] / tally[:, 1]).tolist()
+    metrics = dict(zip(("top1", "top3", "own_top3", "keystrokes"), shares, strict=True))
+    return metrics | {"perplexity": float(np.exp(min(loss, 700.0)))}
 
 
 class Spelling:
@@ -351,19 +351,18 @@ class CountedWords:
         columns = {name: train.columns[name][rows] for name in ("word", "oov", "target")}
         self._vocab_size = train.vocab_size
         self._ids = train.vocab_size + 4  # all words outside the vocabulary are one
-        before, last, target = self._contexts(columns)
+        contexts, target = self._contexts(columns)
         real = target > 0
         self.uses = np.bincount(target[real], minlength=self._ids)
-        self._bigrams = _Followers(last[real], target[real], self._ids)
-        self._trigrams = _Followers(before[real] * self._ids + last[real], target[real], self._ids)
+        self._followers = [_Followers(context[real], target[real], self._ids) for context in contexts]
         total, kinds = max(1, self.uses.sum()), np.count_nonzero(self.uses)
         self._unigrams = (np.maximum(self.uses - DISCOUNT, 0) + DISCOUNT * kinds / self._ids + 1e-9) / (total + 1e-9)
 
-    def _contexts(self, columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the last word but one, the last word and the next, of (sentences, L); words outside are one."""
+    def _contexts(self, columns: Columns) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return numbers for the last word and the last two, and the next word, of (sentences, L)."""
         last = np.minimum(input_ids(columns, self._vocab_size), self._ids - 1).astype(np.int64)
         before = np.pad(last[:, :-1], [(0, 0), (1, 0)])
-        return before, last, np.minimum(columns["target"], self._ids - 1)
+        return [last, before * self._ids + last], np.minimum(columns["target"], self._ids - 1)
 
     def models(self) -> dict[str, Predict]:
         """Return what predicts by bigrams and by trigrams, by name."""
@@ -376,12 +375,11 @@ class CountedWords:
           columns: of sentences.
           order: 2 for bigrams, 3 for trigrams.
         """
-        before, last, target = self._contexts(columns)
-        shares = np.broadcast_to(self._unigrams.astype(np.float32), (*last.shape, self._ids)).copy()
+        contexts, target = self._contexts(columns)
+        shares = np.broadcast_to(self._unigrams.astype(np.float32), (*target.shape, self._ids)).copy()
         for k, t in np.argwhere(target > 0).tolist():
-            self._bigrams.mix(shares[k, t], int(last[k, t]))
-            if order > 2:
-                self._trigrams.mix(shares[k, t], int(before[k, t]) * self._ids + int(last[k, t]))
+            for followers, context in zip(self._followers[: order - 1], contexts, strict=False):
+                followers.mix(shares[k, t], int(context[k, t]))
         return shares
 
 
