@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.recommend.evaluation_table import EvaluationTable
+from fedrecon._src.recommend.evaluation_table import EvaluationTable, measure_model
+from fedrecon._src.recommend.settings import Privacy
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,10 @@ def test_text_is_completed(tmp_path):
     corpus = fr.data.synthetic_text(seed=0)
     completer = fr.recommend.train_text(corpus, rounds=5, vocabulary=50)
     assert 0 <= completer.evaluate().rows["model"]["accuracy"] <= 1
+    private = dataclasses.replace(completer.saved.config, privacy=Privacy(epsilon=1.0))
+    _, baselines, personal = measure_model(private, completer.saved, completer._users, "test")
+    assert baselines == {}  # these are sums over the training clients' text
+    assert set(personal.rows) == {"impersonal", "personal_frozen", "personal"}
     word = completer.vocabulary.words[0]
     suggestions = completer.suggest(word, text=[f"{word} {word} zyzzyva."], n=3)
     assert len(suggestions) == 3

@@ -27,8 +27,8 @@ from fedrecon._src.device.export import (
     tables_file,
     wide,
 )
+from fedrecon._src.device.inlining import ExportError
 from fedrecon._src.device.onnx_graphs import OPSET, OnnxGraph
-from fedrecon._src.device.threefry import ExportError
 from fedrecon._src.device.update_graph import DevicePlan, UpdateGraph
 from fedrecon._src.storage.atomic import atomic_folder, read_json
 from fedrecon._src.storage.ownership import check_replaceable

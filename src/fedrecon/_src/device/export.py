@@ -20,9 +20,8 @@ from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Batch, Step, predict_in
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
-from fedrecon._src.device.inlining import used_inputs
+from fedrecon._src.device.inlining import ExportError, used_inputs
 from fedrecon._src.device.onnx_graphs import OnnxGraph, to_onnx
-from fedrecon._src.device.threefry import ExportError
 from fedrecon._src.models.text.shared_weights import plain_layers
 from fedrecon_device.bundle import ITEM_TASKS, ITEMS, padded
 from fedrecon_device.errors import BundleError

@@ -14,8 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from fedrecon._src.core.checks import check_rules, require
-from fedrecon._src.device.inlining import inlined, used_inputs
-from fedrecon._src.device.threefry import ExportError
+from fedrecon._src.device.inlining import ExportError, inlined, used_inputs
 
 LARGE = 256  # numbers of a constant that is worth replacing
 OPSET = 21  # ONNX Runtime reads it since 1.18, also on phones and in browsers

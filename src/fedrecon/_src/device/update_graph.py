@@ -25,8 +25,8 @@ from fedrecon._src.core.model import Batch, shapes_of
 from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
 from fedrecon._src.core.upload import DELTA, RowChanges, Summand, broadcast_clients
 from fedrecon._src.device.export import column_types, draws, numbers, plain, promised, under
+from fedrecon._src.device.inlining import ExportError
 from fedrecon._src.device.onnx_graphs import OnnxGraph, to_onnx
-from fedrecon._src.device.threefry import ExportError
 from fedrecon._src.models.text.shared_weights import plain_layers
 from fedrecon._src.privacy.accounting import check_delta, epsilon_of
 from fedrecon._src.server.aggregator import Aggregator

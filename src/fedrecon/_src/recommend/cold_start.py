@@ -25,8 +25,6 @@ AFTER = BLEND_AFTER
 BLENDS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 1e3)  # the last is popularity alone
 MOST_USERS = 1000  # that these are measured on
 LEAST_USERS = 50  # that a blend is chosen on: fewer choose by chance
-NDCG = "ndcg@100"
-ALL = 2**30  # more examples than anybody has
 EVIDENCE = "evidence/user_bias"
 PERSONAL = ("item_embedding", "item_traits")  # tables that a person's parameters beside the bias are multiplied by
 SHRINKS = (1.0, 0.5, 0.0)
@@ -144,7 +142,8 @@ def shrink_evidence(algorithm: Algorithm, params: Any, clients: Clients, split: 
 
     def measure(changes: Mapping[str, Any]) -> np.ndarray:
         changed = unflatten(structure, {**leaves, **changes})
-        return np.array(list(rate_after(algorithm, changed, clients, split, (*AFTER, ALL)).values()))
+        after = (*AFTER, 2**30)  # the last is more than anybody has
+        return np.array(list(rate_after(algorithm, changed, clients, split, after).values()))
 
     personal = [path for path in leaves if path.startswith("evidence/") or path.endswith(PERSONAL)]
     limits = measure({path: 0 * leaves[path] for path in personal})
@@ -200,7 +199,7 @@ def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
 
 def _ndcg(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> float:
     result = ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None)
-    return result.metrics[NDCG]
+    return result.metrics["ndcg@100"]
 
 
 def _first_users(clients: Clients) -> Clients:

@@ -22,8 +22,6 @@ from fedrecon._src.recommend.tasks import build_algorithm, task_of
 from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluation, reconstruct
 
-MARGIN = 1e-6  # relative: what counts as equal
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvaluationTable:
@@ -174,7 +172,7 @@ def compare_with_baselines(found: Evaluation, table: Table, config: Config) -> s
         return None
     best = min(table, key=lambda name: sign * table[name][metric])
     ours, theirs = found.micro[metric], table[best][metric]
-    if sign * ours <= sign * theirs * (1 + sign * MARGIN):
+    if sign * ours <= sign * theirs * (1 + sign * 1e-6):  # nearly equal counts as equal
         return None
     figures = f"{best!r} has {title} {theirs:.4f}, the model {ours:.4f}"
     measured = found.clients - found.diverged

@@ -31,7 +31,6 @@ from fedrecon._src.simulation.evaluation import reconstruct
 from fedrecon._src.simulation.training import Run
 
 NAMED_IDS = 5  # in a message
-YEAR = re.compile(r" \(\d{4}\)$")
 RATED = "a dict {item: rating}, such as {1: 5.0, 7: 2.0}, or a list of such dicts"
 CLICKED = "items, such as [1, 7], a dict {item: count}, or a list of such people"
 
@@ -197,9 +196,8 @@ class Recommender(_Served):
                 scores[:, self.items.counts < least] = -np.inf
             rows = rows_of(part.starts, part.ends)
             scores[np.repeat(np.arange(len(part)), part.sizes), part.columns["item"][rows]] = -np.inf
-            for row, predictions in zip(scores, shown, strict=True):
-                best = top_items(row, n)
-                recommendations.append(Recommendation(best, predictions[best]))
+            best = [top_items(row, n) for row in scores]
+            recommendations += [Recommendation(items, row[items]) for items, row in zip(best, shown, strict=True)]
         return recommendations
 
     # ---- inside ----
@@ -266,7 +264,7 @@ def _number_items(items: Items) -> dict[str, int]:
     """Return the numbers of items by their ids as text, and by titles, with or without a year, that name one item."""
     ids = {str(item): k for k, item in enumerate(items.ids.tolist())}
     titles = [] if items.titles is None else items.titles.tolist()
-    without_year = [YEAR.sub("", title) for title in titles]
+    without_year = [re.sub(r" \(\d{4}\)$", "", title) for title in titles]
     times = Counter(without_year)
     short = {title: k for k, title in enumerate(without_year) if times[title] == 1}
     return short | {title: k for k, title in enumerate(titles)} | ids

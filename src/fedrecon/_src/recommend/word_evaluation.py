@@ -20,7 +20,6 @@ from fedrecon._src.data import Sentences, Vocabulary, input_ids
 from fedrecon._src.recommend.personal_words import DISCOUNT, NextWords, PersonalWords, expected_counts
 
 SUGGESTED, TYPED = 3, 2  # how many suggestions people see, and after how many letters at most
-COLUMNS = ("word", "oov", "pair", "target", "other")
 SENTENCES_AT_ONCE = 16
 MOST_SENTENCES = 2**18  # of the training clients that n-grams are counted in: more hardly change what is counted
 REPEATED, LEAST_REPEATED = 0.25, 4  # share of query sentences, and words of a sentence that counts as repeated
@@ -258,7 +257,7 @@ def measure_people(
 
 def _people(clients: Sentences, split: Split) -> Iterator[list[Columns]]:
     """Yield the columns of each client's support and query."""
-    columns = [name for name in COLUMNS if name in clients.columns]
+    columns = [name for name in ("word", "oov", "pair", "target", "other") if name in clients.columns]
     for begin, end in zip(clients.starts.tolist(), clients.ends.tolist(), strict=True):
         alone = dataclasses.replace(clients, starts=np.array([begin]), ends=np.array([end]), names=None)
         cohort = Packer(alone, Needs(split, columns=[*columns])).pack(np.arange(1))
