@@ -17,11 +17,11 @@ from fedrecon._src.client.optimizers import keep_constant, with_prior
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Update
 from fedrecon._src.recommend.protection import Population, Protection, protect
-from fedrecon._src.recommend.rating_model import Items, prepare_ratings, ridges_of
+from fedrecon._src.recommend.rating_model import Items, ridges_of
 from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update
 from fedrecon._src.recommend.settings import FOUND
 from fedrecon._src.recommend.task import Ready, Users
-from fedrecon._src.recommend.tasks import build_algorithm
+from fedrecon._src.recommend.tasks import RATINGS, build_algorithm
 from studies.leakage import leakage
 from studies.ratings import MAX_EXAMPLES, RatingsData, load
 from studies.study import Block, Figure, Job, Kind, Result, Results, Section, Study, Table, as_float
@@ -61,7 +61,7 @@ def prepare(job: Job, data: RatingsData, seed: int) -> tuple[Ready, Protection]:
     config = dataclasses.replace(job.config, seed=seed)
     population = None if job.population is None else Population(*job.population)
     users, items = Users(*data.divide("unseen", seed)), Items(np.asarray(data.ratings.item_ids))
-    ready = prepare_ratings(config, data.ratings, users, items, population)
+    ready = RATINGS.prepare(config, data.ratings, users, items, population)
     return ready, protect(ready.config, ready.model, len(users.train), released=ready.releases, population=population)
 
 

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 
 import fedrecon as fr
 from fedrecon._src.app.cli import COMMANDS, main, train, tune
-from fedrecon._src.recommend.config import Factorization, Scale
-from fedrecon._src.recommend.rating_model import scale_ends
+from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
 from fedrecon._src.recommend.saved_models import FORMAT
+from fedrecon._src.recommend.tasks import RATINGS
 from fedrecon._src.storage.manifest import write_manifest
 
 SMALL = [
@@ -437,11 +437,15 @@ def test_predictions_end_exactly_where_the_scale_does(model):
 
 def test_the_ends_of_the_scale_are_those_of_the_data_whatever_was_rounded(model):
     scale = Scale(low=1 - 4e-13, high=5.000000000000313)
-    assert scale_ends(Factorization(scale=scale), model.items) == (1.0, 5.0)
+
+    def ends_of(scale, items):
+        return RATINGS.ends(RatingsConfig(model=Factorization(scale=scale)), items)
+
+    assert ends_of(scale, model.items) == (1.0, 5.0)
     logarithms = Scale(low=0.6931471, high=1.7917595, transform="log1p")
-    assert scale_ends(Factorization(scale=logarithms), model.items) == (1.0, 5.0)
+    assert ends_of(logarithms, model.items) == (1.0, 5.0)
     nobody_knows = dataclasses.replace(model.items, scale=None)
-    assert scale_ends(Factorization(scale=scale), nobody_knows) == (1.0, 5.0)
+    assert ends_of(scale, nobody_knows) == (1.0, 5.0)
 
 
 @pytest.mark.parametrize("people", [[1, 2, 3], {100, 101}, np.array([100]), [[100]], "100", 100, None])

@@ -20,11 +20,10 @@ from fedrecon._src.deploy.messages import Envelope, largest_message, pack, unpac
 from fedrecon._src.deploy.sums import length_of, shapes_of
 from fedrecon._src.privacy import secure_sum
 from fedrecon._src.recommend.config import DEFAULT, ClickData, ClicksConfig, Data, Reconstruct
-from fedrecon._src.recommend.rating_model import prepare_ratings
 from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.recommend.settings import Ranking
-from fedrecon._src.recommend.tasks import CLICKS, Items, build_algorithm
+from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items, build_algorithm
 from fedrecon.deploy import (
     InProcess,
     Memory,
@@ -60,7 +59,7 @@ def prepared_simulation(files):
     """Train with the default preset as `fedrecon train` does, everybody in every round."""
     plan = plan_of(ROUND_ZERO_CONFIG)
     ratings = fr.data.load(files[0], schema=fr.data.RatingsSchema(np.arange(100, 100 + ITEMS)))
-    ready = prepare_ratings(plan.config, ratings, plan.read_file(files[0]).users, plan.legend)
+    ready = RATINGS.prepare(plan.config, ratings, plan.read_file(files[0]).users, plan.legend)
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
     everybody = len(ready.users.train)
     run = fr.train(algorithm, ready.users.train, rounds=3, clients_per_round=everybody, seed=ready.config.seed)
@@ -114,7 +113,7 @@ def test_ratings_far_outside_count_as_little_on_nodes_as_in_the_simulation(files
         state = zero.advance(state, {name: sum(answer[name] for answer in answers) for name in answers[0]})
     found = plan.prepared(zero.read_result(zero.to_bytes(state))).config.model.scale
     ratings = fr.data.load(union, schema=fr.data.RatingsSchema(np.arange(100, 100 + ITEMS)))
-    expected = prepare_ratings(plan.config, ratings, users, plan.legend).config.model.scale
+    expected = RATINGS.prepare(plan.config, ratings, users, plan.legend).config.model.scale
     assert state.estimate.outliers > 0
     assert expected.mean < 10
     for name in ("mean", "deviation", "low", "high", "noise", "user_ridge", "trait_ridges"):

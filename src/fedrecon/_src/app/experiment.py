@@ -28,7 +28,7 @@ from fedrecon._src.recommend.config import (
     differences,
     to_json,
 )
-from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
+from fedrecon._src.recommend.default_training import train_algorithm
 from fedrecon._src.recommend.evaluation_table import (
     summarize,
 )
@@ -49,7 +49,7 @@ from fedrecon._src.simulation.multihost import (
     small_loops,
     start_jax_devices,
 )
-from fedrecon._src.simulation.training import Callback, RecordCallback, Run
+from fedrecon._src.simulation.training import Callback, ProgressBar, RecordCallback, Run
 from fedrecon._src.storage.atomic import StorageError, find_complete
 from fedrecon._src.storage.ownership import RUN
 from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint, package_versions, timestamp
@@ -291,16 +291,18 @@ def run_experiment(
             folder.replace()
         folder.describe(facts)
         watch = RecordCallback(warn_of_divergence(protection.config, task, say, task.are_counts(config, data)))
-        options = RunOptions(folder, jax_layout, protection.ledger, callbacks=[watch, *callbacks], progress=progress)
-        return _run(prepared._replace(config=protection.config), algorithm, facts, options)
+        every = [watch, *callbacks, ProgressBar(progress)]
+        options = {"layout": jax_layout, "ledger": protection.ledger, "callbacks": every}
+        return _run(prepared._replace(config=protection.config), algorithm, facts, folder, progress, **options)
 
 
-def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: RunOptions) -> ExperimentResult:
-    """Train, save, evaluate and report."""
-    config, users, task, folder = ready.config, ready.users, task_of(ready.config), options.folder
-    assert folder is not None
-    evaluator = make_evaluator(config, algorithm, users, options.layout)
-    run = train_algorithm(ready, algorithm, evaluator, options)
+def _run(
+    ready: Ready, algorithm: Algorithm, facts: dict[str, Any], folder: RunFolder, progress: Progress, **options: Any
+) -> ExperimentResult:
+    """Train, save, evaluate and report; `options` are for `train_algorithm`."""
+    config, users, task = ready.config, ready.users, task_of(ready.config)
+    evaluator = make_evaluator(config, algorithm, users, options["layout"])
+    run = train_algorithm(ready, algorithm, evaluator, folder=folder, **options)
     if not run.interrupted:
         run = dataclasses.replace(run, params=task.finish(config, users, algorithm, run.params))
     failed = why_failed(run.history, task)
@@ -308,11 +310,10 @@ def _run(ready: Ready, algorithm: Algorithm, facts: dict[str, Any], options: Run
     test: Evaluation | None = None
     table: Table = {}
     if not run.interrupted and len(users.test):
-        on_test = (
-            evaluator.on(users.test) if evaluator else make_evaluator(config, algorithm, users, options.layout, "test")
-        )
+        on_test = evaluator and evaluator.on(users.test)
+        on_test = on_test or make_evaluator(config, algorithm, users, options["layout"], "test")
         if on_test:
-            test = on_test(run.params, progress=options.progress)
+            test = on_test(run.params, progress=progress)
             test = task.add_metrics(config, algorithm, run.params, users.test, test)
         if is_first_process():
             # Baselines are exact sums over the training users, so those of a private run know only what it released.

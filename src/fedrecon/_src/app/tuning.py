@@ -32,7 +32,7 @@ from fedrecon._src.recommend.config import (
     is_default,
     to_json,
 )
-from fedrecon._src.recommend.default_training import RunOptions, train_algorithm
+from fedrecon._src.recommend.default_training import train_algorithm
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.stopping import rounds_of
 from fedrecon._src.recommend.task import Measure, Ready, Table
@@ -275,8 +275,7 @@ class _Bench:
                 raise pruned
 
         evaluator = make_evaluator(config, algorithm, ready.users, jax_layout)
-        options = RunOptions(layout=jax_layout, callbacks=[RecordCallback(watch)])
-        run = train_algorithm(ready, algorithm, evaluator, options)
+        run = train_algorithm(ready, algorithm, evaluator, layout=jax_layout, callbacks=[RecordCallback(watch)])
         if run.interrupted:
             raise KeyboardInterrupt
         self._finished += 1

@@ -82,12 +82,11 @@ class Entries:
             np.add.at(total, index, quantise(grid, value))
         return total
 
-    def check(self) -> Entries:
-        """Return the same entries; raise `StateError` if a client's norm exceeds 1, which a forged state could ask."""
+    def check(self) -> None:
+        """Raise `StateError` if a client's norm exceeds 1, which a forged state could ask."""
         client, value = (np.concatenate([part[k] for part in self.parts]) for k in (0, 2))
         if not (np.bincount(client, value**2, 1) <= 1 + 1e-9).all():
             raise StateError("the state of round zero asks for unbounded answers")
-        return self
 
 
 def answer_length(state: State) -> int:
@@ -104,12 +103,8 @@ def answer_length(state: State) -> int:
     return lengths[state.question]
 
 
-def answer(state: State, item: np.ndarray, rating: np.ndarray, owner: np.ndarray) -> Entries:
-    """Return clients' answers to the next question."""
-    return Entries(tuple(_parts(state, item, rating, owner)), answer_length(state))
-
-
-def _parts(state: State, item: np.ndarray, rating: np.ndarray, owner: np.ndarray) -> list[Part]:
+def answer(state: State, item: np.ndarray, rating: np.ndarray, owner: np.ndarray) -> list[Part]:
+    """Return clients' answers to the next question, as `Entries` have them."""
     estimate, bounds = state.estimate, state.bounds
     if state.question == "moments":
         return _sum_moments(rating, owner)

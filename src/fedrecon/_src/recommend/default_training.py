@@ -16,7 +16,6 @@ from fedrecon._src.algorithms.validation import check_finite
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data import Corpus, Ratings, load, load_ratings, load_text
-from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.config import Config, check_config, preset_of
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
@@ -24,42 +23,21 @@ from fedrecon._src.recommend.serving import Completer, Recommender
 from fedrecon._src.recommend.stopping import early_stopping_of, evaluate_by_divisions, rounds_of, why_failed
 from fedrecon._src.recommend.task import Ready, Users
 from fedrecon._src.recommend.tasks import TASKS, build_algorithm, task_of
-from fedrecon._src.simulation.engine import Layout
 from fedrecon._src.simulation.evaluation import Evaluator
 from fedrecon._src.simulation.training import Callback, ProgressBar, Run, Validation
 from fedrecon._src.simulation.training import train as run_rounds
-from fedrecon._src.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """How a training is run, none of which changes its result.
-
-    Attributes:
-      folder: where to write metrics and checkpoints.
-      layout: on which JAX devices and in what blocks clients run.
-      ledger: the privacy already spent on the clients.
-      callbacks: called after every round and evaluation, and at the end.
-      progress: a progress display.
-    """
-
-    folder: RunFolder | None = None
-    layout: Layout | None = None
-    ledger: Ledger | None = None
-    callbacks: Sequence[Callback] = ()
-    progress: Progress = silent
-
-
-def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | None, options: RunOptions) -> Run:
+def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | None, **options: Any) -> Run:
     """Train the algorithm of a configuration: rounds, sampling and early stopping are those of the settings.
 
     Args:
       ready: the settings, who trains and who validates.
       algorithm: as `build_algorithm` returns it.
       evaluator: of the validation clients; None if there are none.
-      options: how it is run.
+      **options: of `fr.train`, for how it is run: folder, layout, ledger and callbacks. None changes the result.
     """
     config, users = ready.config, ready.users
     evaluate = evaluate_by_divisions(evaluator, config, users)
@@ -71,10 +49,7 @@ def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | N
         clients_per_round=config.sampling,
         valid=None if evaluate is None else Validation(evaluate, config.evaluate_every, early_stopping),
         seed=config.seed,
-        ledger=options.ledger,
-        folder=options.folder,
-        layout=options.layout,
-        callbacks=[*options.callbacks, ProgressBar(options.progress)],
+        **options,
     )
 
 
@@ -121,8 +96,8 @@ def _train(
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
     layout = build_layout(ready.config, ready.model)
     evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)
-    how = RunOptions(layout=layout, callbacks=options.get("callbacks", ()), progress=progress)
-    run = train_algorithm(ready, algorithm, evaluator, how)
+    callbacks = [*options.get("callbacks", ()), ProgressBar(progress)]
+    run = train_algorithm(ready, algorithm, evaluator, layout=layout, callbacks=callbacks)
     run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, algorithm, run.params))
     failed = why_failed(run.history, task)
     if failed is not None:

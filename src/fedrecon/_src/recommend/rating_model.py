@@ -13,25 +13,14 @@ import optax
 from fedrecon._src.client.closed_form import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
 from fedrecon._src.core.checks import check_rules
-from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import readable
 from fedrecon._src.core.model import Model
-from fedrecon._src.data import Ratings
-from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardize
 from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
 from fedrecon._src.recommend.estimate import Estimate, Transform
-from fedrecon._src.recommend.protection import Population, round_zero_noise
-from fedrecon._src.recommend.round_zero import Answers, RoundZero, run_round_zero
+from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.settings import FOUND, relaxed_rounds
-from fedrecon._src.recommend.stopping import say_rounds
-from fedrecon._src.recommend.task import Ready, Users
 
-SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
 RELAXED = 0.25  # what a relaxation leaves of the prior
-BESIDE = 0.1  # of the scale's width: so far beside it ratings are still taken
-FAR_BESIDE = 1.0  # the same for ends found with noise, which hides rare ratings
-SAME = 1e-5  # of two numbers that differ by rounding alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,52 +81,6 @@ class Items:
     def title(self, k: int) -> str:
         """Return the title of item `k`, or its original id where there is none."""
         return str(self.ids[k] if self.titles is None else self.titles[k])
-
-
-# ---- the scale ----
-
-
-def scale_ends(settings: Factorization, items: Items) -> tuple[float, float] | None:
-    """Return the ends of the scale, as ratings are in the data; None if nothing is known.
-
-    Round zero finds the ends as means of equal ratings, with rounding errors. Here they are those of the data again.
-
-    Args:
-      settings: those of the model.
-      items: of the model.
-    """
-    scale = settings.scale
-    if scale is None:  # a model of an earlier version
-        return items.scale
-    low, high = np.expm1([scale.low, scale.high]) if scale.transform == "log1p" else (scale.low, scale.high)
-    seen = items.scale or (low, high)
-    return _round_end(low, seen[0]), _round_end(high, seen[1])
-
-
-def _round_end(end: float, seen: float) -> float:
-    """Return an end of the scale without rounding errors: ratings have single precision."""
-    single = float(np.float32(end))
-    return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
-
-
-def accepted_ratings(config: RatingsConfig, items: Items) -> RatingLimits | None:
-    """Return which ratings of new users a model takes: all that training had, and what is near its scale. Counts have
-    no largest one: somebody may well play a song more often than anybody before.
-
-    Args:
-      config: settings of the model.
-      items: of the model.
-    """
-    ends = scale_ends(config.model, items)
-    if ends is None or not ends[0] < ends[1]:
-        return None
-    if config.model.scale is not None and config.model.scale.transform == "log1p":
-        return RatingLimits(0.0, math.inf, 0.0, math.inf)
-    (low, high), (lowest, highest) = ends, items.scale or ends
-    noised = config.privacy.on and config.privacy.rating_range is None
-    room = (FAR_BESIDE if noised else BESIDE) * (high - low) * (1 + SAME)
-    least, most = float(min(low - room, lowest)), float(max(high + room, highest))
-    return RatingLimits(least, most, min(low, lowest), max(high, highest))
 
 
 # ---- the model ----
@@ -216,14 +159,6 @@ def constant_parameters(settings: Any) -> tuple[str, ...]:
 # ---- round zero ----
 
 
-def transformed(clients: Clients, transform: str) -> Clients:
-    """Return clients with log(1 + rating) for ratings, if that is the transform; what is below 0 counts as 0."""
-    if transform == "none" or "rating" not in clients.columns:
-        return clients
-    logs = np.log1p(np.maximum(np.asarray(clients.columns["rating"], np.float32), 0))
-    return dataclasses.replace(clients, columns={**clients.columns, "rating": logs})
-
-
 def round_zero_of(config: RatingsConfig, num_items: int, **noise: Any) -> RoundZero:
     """Return the round zero of ratings that settings ask for; `noise` has the fields of that of a private run."""
     transform: Transform | None = None if config.data.transform == "auto" else config.data.transform
@@ -256,66 +191,3 @@ def apply_estimate(
     if config.privacy.on and not config.model.round_zero:  # only the scale was asked for
         items = dataclasses.replace(items, counts=None, liking=None)
     return config, items
-
-
-def prepare_ratings(
-    config: RatingsConfig, ratings: Ratings, users: Users, items: Items, population: Population | None = None
-) -> Ready:
-    """Ask the training users for sums, and put what follows from them into settings, items and model.
-
-    In a private run the sums have noise, and nothing else of the training users gets into a model.
-
-    Args:
-      config: the settings.
-      ratings: all of them, for what is said.
-      users: divided.
-      items: what ids stand for.
-      population: in a private run, compute the noise for these, and let the sums have as much of it as theirs; None
-        for those who train.
-    """
-    answers = _estimate(config, users.train, len(items), population)
-    estimate = answers.estimate
-    users = Users(*(transformed(part, estimate.transform) for part in users))
-    config, items = apply_estimate(config, items, estimate, answers.counts)
-    model = build_model(config.model, len(items), estimate)
-    return Ready(config, users, items, model, tuple(_remarks(config, ratings, users, estimate)), answers.releases)
-
-
-def _estimate(config: RatingsConfig, clients: Clients, num_items: int, population: Population | None) -> Answers:
-    """Run round zero, in a private run with noise."""
-    if not config.privacy.on:
-        return run_round_zero(round_zero_of(config, num_items), clients)
-    actual = Population(len(clients), config.sampling.cohort_size(len(clients)))
-    target = population or actual
-    rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
-    noise = round_zero_noise(config, target)
-    round_zero = round_zero_of(config, num_items, noise_multiplier=noise, clients=len(clients))
-    noise_scale = actual.clients / target.clients
-    return run_round_zero(round_zero, clients, rng, secure=config.aggregate.secure, noise_scale=noise_scale)
-
-
-def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, zero: Estimate) -> list[str]:
-    """Summarize the data, the client groups and the settings derived from them."""
-    transform, model, scale = config.data.transform, config.model, config.model.scale
-    assert scale is not None
-    remarks = [ratings.describe().sentence(counts=transform != "auto"), say_rounds(config, users)]
-    if scale.transform == "log1p":
-        why = "these look like counts, so " if transform == "auto" else ""
-        undo = "; --data.transform none turns this off" if transform == "auto" else ""
-        remarks.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
-    if model.round_zero:
-        remarks.append(_say_scale(scale))
-        if zero.outliers:
-            far = f"ratings of training users far outside the usual range: {zero.outliers:,}"
-            remarks.append(f"{far}, left out of these sums. Remove from the file what is a mistake.")
-    return remarks
-
-
-def _say_scale(scale: Scale) -> str:
-    """Summarize the results of round zero."""
-    low, high, ridge = readable(scale.low, 3), readable(scale.high, 3), readable(scale.user_ridge, 2)
-    return (
-        f"From sums over the training users: mean {readable(scale.mean)}, standard deviation "
-        f"{readable(scale.deviation)}, and a bias for every item. Predictions stay between {low} and {high}. The prior "
-        f"on a user's bias is as strong as {ridge} ratings."
-    )

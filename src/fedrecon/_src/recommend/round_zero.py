@@ -154,7 +154,10 @@ class RoundZero:
 
     def answer_each(self, state: State, item: Any, rating: Any, owner: Any = None) -> Entries:
         """Return the answers of single clients, to noise or audit them."""
-        return answers.answer(state, *_check_rows(item, rating, owner))
+        item, rating = np.asarray(item, np.int64), np.asarray(rating, np.float64)
+        check_rules({"`rating` must be finite": np.isfinite(rating).all()})
+        owner = np.zeros(len(item), np.int64) if owner is None else np.asarray(owner)
+        return Entries(tuple(answers.answer(state, item, rating, owner)), answers.answer_length(state))
 
     def zeros(self, answered: int) -> Sums:
         """Return the sum over no clients after some questions, in the shapes of all others."""
@@ -299,12 +302,6 @@ def _rows(clients: Clients) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     item = np.asarray(clients.columns["item"])[rows]
     rating = np.asarray(clients.columns["rating"])[rows] if "rating" in clients.columns else np.zeros(len(item))
     return item, rating, np.repeat(np.arange(len(clients)), clients.sizes)
-
-
-def _check_rows(item: Any, rating: Any, owner: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    item, rating = np.asarray(item, np.int64), np.asarray(rating, np.float64)
-    check_rules({"`rating` must be finite": np.isfinite(rating).all()})
-    return item, rating, np.zeros(len(item), np.int64) if owner is None else np.asarray(owner)
 
 
 def _check_fields(checks: Mapping[str, Any]) -> None:

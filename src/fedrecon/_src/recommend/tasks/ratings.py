@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.display import Progress, silent
+from fedrecon._src.core.display import Progress, readable, silent
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Ratings, RatingsSchema, load, load_titles, unique_labels
 from fedrecon._src.data.columns import MissingColumnsError
@@ -27,23 +28,22 @@ from fedrecon._src.recommend.baselines import (
     rating_errors,
     split_ratings,
 )
-from fedrecon._src.recommend.config import COLUMNS, ClicksConfig, Data, RatingsConfig, Reading, changed, is_default
+from fedrecon._src.recommend.config import ClicksConfig, Data, RatingsConfig, Reading, changed, is_default
 from fedrecon._src.recommend.estimate import Estimate
+from fedrecon._src.recommend.protection import Population, round_zero_noise
 from fedrecon._src.recommend.rating_model import (
     Items,
     Liking,
-    accepted_ratings,
     add_priors,
     apply_estimate,
     build_model,
-    prepare_ratings,
     ridges_of,
     round_zero_of,
-    scale_ends,
-    transformed,
 )
 from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split
-from fedrecon._src.recommend.round_zero import Result, RoundZero
+from fedrecon._src.recommend.round_zero import Answers, Result, RoundZero, run_round_zero
+from fedrecon._src.recommend.settings import COLUMNS, Scale
+from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Ready, Table, Task, Users, split_users
 from fedrecon._src.simulation.evaluation import Evaluation
 
@@ -243,6 +243,10 @@ class ItemsTask(Task[T, Ratings, Items]):
 
 RMSE = Measure("rmse", "RMSE")
 STARS = 5.0  # the widest scale on which predictions within half a star of the rating are called accurate
+SEED_OF_NOISE = 13  # beside the run's seed, so that noise is drawn from numbers that nothing else has
+BESIDE = 0.1  # of the scale's width: so far beside it ratings are still taken
+FAR_BESIDE = 1.0  # the same for ends found with noise, which hides rare ratings
+SAME = 1e-5  # of two numbers that differ by rounding alone
 DIGITS = 5  # of biases on disk: they are standardised, and a baseline needs no more
 
 
@@ -259,7 +263,12 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
         return config.data.transform == "none" and data.describe().are_counts
 
     def view(self, config: RatingsConfig, clients: Clients) -> Clients:
-        return transformed(clients, config.model.scale.transform if config.model.scale else "none")
+        """Return clients with log(1 + rating) for ratings, if that is the transform; what is below 0 counts as 0."""
+        scale = config.model.scale
+        if scale is None or scale.transform == "none" or "rating" not in clients.columns:
+            return clients
+        logs = np.log1p(np.maximum(np.asarray(clients.columns["rating"], np.float32), 0))
+        return dataclasses.replace(clients, columns={**clients.columns, "rating": logs})
 
     # ---- training ----
 
@@ -270,8 +279,27 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
         parts = parts._replace(server=add_priors(config, parts.server, parts.examples))
         return build_reconstruction_algorithm(config, model, parts, ridges_of(config))
 
-    def prepare(self, config: RatingsConfig, data: Ratings, users: Users, items: Items) -> Ready:
-        return prepare_ratings(config, data, users, items)
+    def prepare(
+        self, config: RatingsConfig, data: Ratings, users: Users, items: Items, population: Population | None = None
+    ) -> Ready:
+        """Ask the training users for sums, and put what follows from them into settings, items and model.
+
+        In a private run the sums have noise, and nothing else of the training users gets into a model.
+
+        Args:
+          config: the settings.
+          data: all ratings, for what is said.
+          users: divided.
+          items: what ids stand for.
+          population: in a private run, compute the noise for these, and let the sums have as much of it as theirs;
+            None for those who train.
+        """
+        answers = _estimate(config, users.train, len(items), population)
+        config, items = apply_estimate(config, items, answers.estimate, answers.counts)
+        users = Users(*(self.view(config, part) for part in users))
+        model = build_model(config.model, len(items), answers.estimate)
+        remarks = _remarks(config, data, users, answers.estimate.outliers)
+        return Ready(config, users, items, model, tuple(remarks), answers.releases)
 
     def finish(self, config: RatingsConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
         """Choose how much implicit feedback says of a newcomer's bias, if there are enough to judge it by."""
@@ -314,14 +342,36 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
         )
 
     def ends(self, config: RatingsConfig, items: Items) -> tuple[float, float] | None:
-        return scale_ends(config.model, items)
+        """Return the ends of the scale, as ratings are in the data; None if nothing is known.
+
+        Round zero finds the ends as means of equal ratings, with rounding errors. Here they are those of the data
+        again.
+        """
+        scale = config.model.scale
+        if scale is None:  # a model of an earlier version
+            return items.scale
+        low, high = np.expm1([scale.low, scale.high]) if scale.transform == "log1p" else (scale.low, scale.high)
+        seen = items.scale or (low, high)
+        return _round_end(low, seen[0]), _round_end(high, seen[1])
 
     def limits(self, config: RatingsConfig, items: Items) -> RatingLimits | None:
-        return accepted_ratings(config, items)
+        """Return which ratings of new users a model takes: all that training had, and what is near its scale. Counts
+        have no largest one: somebody may well play a song more often than anybody before.
+        """
+        ends = self.ends(config, items)
+        if ends is None or not ends[0] < ends[1]:
+            return None
+        if config.model.scale is not None and config.model.scale.transform == "log1p":
+            return RatingLimits(0.0, math.inf, 0.0, math.inf)
+        (low, high), (lowest, highest) = ends, items.scale or ends
+        noised = config.privacy.on and config.privacy.rating_range is None
+        room = (FAR_BESIDE if noised else BESIDE) * (high - low) * (1 + SAME)
+        least, most = float(min(low - room, lowest)), float(max(high + room, highest))
+        return RatingLimits(least, most, min(low, lowest), max(high, highest))
 
     def restore(self, config: RatingsConfig, items: Items, scores: np.ndarray) -> np.ndarray:
         """Return predictions within the scale, and as counts if the model has learned their logarithms."""
-        scale, ends = config.model.scale, scale_ends(config.model, items)
+        scale, ends = config.model.scale, self.ends(config, items)
         if scale is not None and scale.transform == "log1p":
             scores = np.expm1(np.minimum(scores, scale.high))
         return scores.copy() if ends is None else np.clip(scores, *ends)
@@ -365,4 +415,50 @@ def _known_baselines(config: RatingsConfig, items: Items, holdout: RatingHoldout
     return {name: rating_errors(estimate.restore(guess), holdout.query.rating) for name, guess in guesses.items()}
 
 
-RATINGS: Task[RatingsConfig, Ratings, Items] = _RatingsTask()
+def _round_end(end: float, seen: float) -> float:
+    """Return an end of the scale without rounding errors: ratings have single precision."""
+    single = float(np.float32(end))
+    return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
+
+
+def _estimate(config: RatingsConfig, clients: Clients, num_items: int, population: Population | None) -> Answers:
+    """Run round zero, in a private run with noise."""
+    if not config.privacy.on:
+        return run_round_zero(round_zero_of(config, num_items), clients)
+    actual = Population(len(clients), config.sampling.cohort_size(len(clients)))
+    target = population or actual
+    rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
+    noise = round_zero_noise(config, target)
+    round_zero = round_zero_of(config, num_items, noise_multiplier=noise, clients=len(clients))
+    noise_scale = actual.clients / target.clients
+    return run_round_zero(round_zero, clients, rng, secure=config.aggregate.secure, noise_scale=noise_scale)
+
+
+def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, outliers: int) -> list[str]:
+    """Summarize the data, the client groups and the settings derived from them."""
+    transform, model, scale = config.data.transform, config.model, config.model.scale
+    assert scale is not None
+    remarks = [ratings.describe().sentence(counts=transform != "auto"), say_rounds(config, users)]
+    if scale.transform == "log1p":
+        why = "these look like counts, so " if transform == "auto" else ""
+        undo = "; --data.transform none turns this off" if transform == "auto" else ""
+        remarks.append(f"{why}the model learns log(1+x){undo}. All errors are those of log(1+x).")
+    if model.round_zero:
+        remarks.append(_say_scale(scale))
+        if outliers:
+            far = f"ratings of training users far outside the usual range: {outliers:,}"
+            remarks.append(f"{far}, left out of these sums. Remove from the file what is a mistake.")
+    return remarks
+
+
+def _say_scale(scale: Scale) -> str:
+    """Summarize the results of round zero."""
+    low, high, ridge = readable(scale.low, 3), readable(scale.high, 3), readable(scale.user_ridge, 2)
+    return (
+        f"From sums over the training users: mean {readable(scale.mean)}, standard deviation "
+        f"{readable(scale.deviation)}, and a bias for every item. Predictions stay between {low} and {high}. The prior "
+        f"on a user's bias is as strong as {ridge} ratings."
+    )
+
+
+RATINGS = _RatingsTask()

@@ -32,9 +32,9 @@ CLIENTS_PER_PLACE, LEAST_COHORT, MOST_COHORT = 100, 8, 16  # few clients in many
 PRIVATE_COHORT = 100  # at most, where noise hides each of them
 HELD_OUT = "heldout"  # the split of federated Stack Overflow whose users do not train
 
-# Which settings have a use when a corpus is prepared, by the option of `load_text`.
-FILE = {"fractions": "fractions", "seed": "split_seed", "max_sentences": "max_sentences", "bad_rows": "bad_rows"}
-DATABASE = {name: name for name in ("max_sentences", "bad_rows", "word_count", "unpack")}
+# Which settings have a use when a corpus is prepared.
+FILE: tuple[str, ...] = ("fractions", "split_seed", "max_sentences", "bad_rows")
+DATABASE: tuple[str, ...] = ("max_sentences", "bad_rows", "word_count", "unpack")
 
 
 def build_next_word(settings: NextWord, vocabulary: Vocabulary) -> Model:
@@ -126,13 +126,12 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
         database = choose_preparer(path) is prepare_stackoverflow
         kind, used = ("federated Stack Overflow", DATABASE) if database else ("a file of posts", FILE)
         if path.is_dir():
-            kind, used = "a prepared corpus", {}
-        chosen = changed(data, TextData)
-        idle = [f"data.{name}" for name in chosen if name in {*FILE.values(), *DATABASE.values()} - set(used.values())]
-        idle = [name for name in idle if name != "data.split_seed"]  # may still decide who validates
-        if idle:
-            raise DataError(f"{', '.join(idle)} cannot be used: {data.source} is {kind}.")
-        options: dict[str, Any] = {option: getattr(data, name) for option, name in used.items() if name in chosen}
+            kind, used = "a prepared corpus", ()
+        options: dict[str, Any] = {name: getattr(data, name) for name in changed(data, TextData)}
+        idle = {*FILE, *DATABASE} - {*used, "split_seed"}  # the seed may still decide who validates
+        if unused := [f"data.{name}" for name in options if name in idle]:
+            raise DataError(f"{', '.join(unused)} cannot be used: {data.source} is {kind}.")
+        options = {name.removeprefix("split_"): value for name, value in options.items() if name in used}
         if database:
             options["clients"] = {"test": 0}  # its users are those of the training split
         if config.model.vocabulary > KEPT_WORDS and not path.is_dir():
