@@ -26,6 +26,7 @@ from fedrecon._src.recommend.config import (
     DEFAULT,
     Config,
     Rule,
+    change_settings,
     check_config,
     enforce,
     get_setting,
@@ -173,7 +174,7 @@ def tune(
     optuna = require("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if isinstance(config, str):
-        config = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source=config))
+        config = change_settings(DEFAULT, {"data.source": config})
     check_config(config)
     without = not getattr(config.model, "round_zero", True)
     rules = (
@@ -198,7 +199,8 @@ def tune(
         users = bench.ready.users
         baselines = task.baselines(config, bench.ready.legend, users.train, users.valid)
         tuned = Tuned(config, tried, baselines, interrupted, _called(config))
-        tuned = dataclasses.replace(tuned, config=_with(config, {} if tuned.best is tried[0] else tuned.best.values))
+        best = {} if tuned.best is tried[0] else tuned.best.values
+        tuned = dataclasses.replace(tuned, config=change_settings(config, best))
         if folder is not None:
             write_tuned(tuned, Path(folder))
     return tuned
@@ -256,7 +258,7 @@ class _Bench:
 
         That is the error on the validation users, by as many divisions of their ratings as training judges by.
         """
-        config = _with(self.config, values)
+        config = change_settings(self.config, values)
         config = dataclasses.replace(config, evaluate_every=max(1, config.rounds // CHECKS))
         ready = self._task.prepare(config, self.ratings, self.users, self._items)
         algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
@@ -322,16 +324,6 @@ def _within(space: Any, value: Any) -> Any:
     if isinstance(space, list):
         return min(max(value, space[0]), space[1])
     return value if value in space else min(space, key=lambda choice: abs(choice - value))
-
-
-def _with(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return settings with others at some paths."""
-    for path, value in values.items():
-        group, _, name = path.rpartition(".")
-        if group:
-            name, value = group, dataclasses.replace(getattr(config, group), **{name: value})
-        config = dataclasses.replace(config, **{name: value})
-    return config
 
 
 # ---- results ----

@@ -24,7 +24,7 @@ from fedrecon._src.data.sources import DataError
 from fedrecon._src.deploy.plan import NodeData, Plan, PlanError, PlanOptions
 from fedrecon._src.deploy.plan_privacy import max_answers, round_zero_releases
 from fedrecon._src.privacy.accounting import Release, noise_for
-from fedrecon._src.recommend.config import Config, Reading, config_from_json, to_json
+from fedrecon._src.recommend.config import Config, Reading, change_settings, config_from_json, to_json
 from fedrecon._src.recommend.protection import Population, build_private, build_secure, round_zero_noise, with_rule
 from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
@@ -226,8 +226,7 @@ def _with_noise(config: Config, legend: Any, options: PlanOptions) -> tuple[Conf
     parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
 
     def with_noise(noise: float) -> Config:
-        privacy = dataclasses.replace(config.privacy, noise_multiplier=noise)
-        return with_rule(dataclasses.replace(config, privacy=privacy), users, noise / per_round)[0]
+        return with_rule(change_settings(config, {"privacy.noise_multiplier": noise}), users, noise / per_round)[0]
 
     def release(noise: float) -> Release:
         aggregator = _aggregator_of(with_noise(noise), options)

@@ -287,6 +287,7 @@ class TextConfig(Config):
         yield Rule(not fits, "reconstruct.solver", f"must be {needed} if `model.local` is {self.model.local}")
 
 
+C = TypeVar("C", bound=Config)
 CONFIGS: dict[str, type[Config]] = {"ratings": RatingsConfig, "clicks": ClicksConfig, "text": TextConfig}
 
 
@@ -376,6 +377,16 @@ def _explain(kind: type, problem: Any, source: str) -> ConfigError:
 def get_setting(config: Any, path: str) -> Any:
     """Return the setting at a path such as `model.dim`."""
     return functools.reduce(getattr, path.split("."), config)
+
+
+def change_settings(config: C, values: Mapping[str, Any]) -> C:
+    """Return settings with other values at some paths, such as `model.dim`."""
+    for path, value in values.items():
+        group, _, name = path.rpartition(".")
+        if group:
+            name, value = group, dataclasses.replace(getattr(config, group), **{name: value})
+        config = dataclasses.replace(config, **{name: value})
+    return config
 
 
 def _merged(base: Any, values: Any) -> Any:
@@ -474,9 +485,7 @@ TEXT_PAPER = dataclasses.replace(
 PRESETS: Mapping[str, Mapping[str, Config]] = {
     "ratings": {
         "default": DEFAULT,
-        "quick": dataclasses.replace(
-            DEFAULT, rounds=50, evaluate_every=25, patience=1, model=dataclasses.replace(DEFAULT.model, relax=0)
-        ),
+        "quick": change_settings(DEFAULT, {"rounds": 50, "patience": 1, "model.relax": 0}),
         "paper": RatingsConfig(model=Factorization(least_ratings=5)),
     },
     "clicks": {"default": ClicksConfig(), "quick": ClicksConfig(rounds=20, evaluate_every=10)},

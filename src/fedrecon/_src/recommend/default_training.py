@@ -16,7 +16,7 @@ from fedrecon._src.algorithms.validation import check_finite
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data import Corpus, Ratings, load, load_ratings, load_text
-from fedrecon._src.recommend.config import Config, check_config, preset_of
+from fedrecon._src.recommend.config import Config, change_settings, check_config, preset_of
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.serving import Completer, Recommender
@@ -110,15 +110,10 @@ def _train(
 
 def _configure(config: Config, model: Mapping[str, Any], options: TrainOptions) -> Config:
     """Return settings with some of them replaced."""
-    changes = {name: value for name, value in model.items() if value is not None}
-    fractions = options.get("fractions", config.data.fractions)
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, source="the data", fractions=fractions),
-        model=dataclasses.replace(config.model, **changes),
-        rounds=options.get("rounds", config.rounds),
-        seed=options.get("seed", config.seed),
-    )
+    changes: dict[str, Any] = {f"model.{name}": value for name, value in model.items() if value is not None}
+    paths = {"fractions": "data.fractions", "rounds": "rounds", "seed": "seed"}
+    changes |= {paths[name]: value for name, value in options.items() if name in paths}
+    return change_settings(config, {"data.source": "the data", **changes})
 
 
 def _as_ratings(data: Any, **options: Any) -> Ratings:

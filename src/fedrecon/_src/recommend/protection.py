@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.privacy.accounting import Release, default_delta, epsilon_of, noise_for, sampling_rate
 from fedrecon._src.privacy.ledger import NOT_COVERED, Ledger
-from fedrecon._src.recommend.config import Config
+from fedrecon._src.recommend.config import Config, change_settings, get_setting
 from fedrecon._src.recommend.recipe import build_aggregator, build_split, build_weights
 from fedrecon._src.recommend.round_zero import PURPOSE
 from fedrecon._src.recommend.settings import FOUND
@@ -158,12 +157,10 @@ def protect(
 
 def drawn_privately(config: Config) -> Config:
     """Draw clients as the noise assumes: independently or in turns, unless settings invite more than needed."""
-    sampling = config.sampling
     if config.privacy.correlated is not None:
-        sampling = dataclasses.replace(sampling, apart=config.privacy.correlated)
-    elif sampling.oversample == 1 and sampling.apart is None:
-        sampling = dataclasses.replace(sampling, poisson=True)
-    return dataclasses.replace(config, sampling=sampling)
+        return change_settings(config, {"sampling.apart": config.privacy.correlated})
+    independent = config.sampling.oversample == 1 and config.sampling.apart is None
+    return change_settings(config, {"sampling.poisson": True} if independent else {})
 
 
 def _per_round(config: Config, clients: int) -> int:
@@ -192,13 +189,12 @@ def with_rule(config: Config, clients: int, noise_in_mean: float) -> tuple[Confi
         return config, None
     query = int(build_split(config.split.train, config.split).counts(np.array([1000]))[1][0])
     scaling = 1000 / max(query, 1)  # the ratio of the sum over everybody to the sum over their query examples
-    clip, model = MEDIAN if noise_in_mean < 1e-3 else SHORT, config.model
+    clip = MEDIAN if noise_in_mean < 1e-3 else SHORT
     noise = scaling * clients * clip * noise_in_mean  # in one entry of the gradient summed over everybody
-    stronger = max(1.0, noise / USUAL) ** 2
-    model = dataclasses.replace(model, prior=model.prior * stronger, implicit_prior=model.implicit_prior * stronger)
-    if config.privacy.clip_norm is None:
-        config = dataclasses.replace(config, privacy=dataclasses.replace(config.privacy, clip_norm=clip))
-    return dataclasses.replace(config, model=model), scaling * clients
+    stronger, priors = max(1.0, noise / USUAL) ** 2, ("model.prior", "model.implicit_prior")
+    changes = {path: get_setting(config, path) * stronger for path in priors}
+    changes |= {"privacy.clip_norm": clip} if config.privacy.clip_norm is None else {}
+    return change_settings(config, changes), scaling * clients
 
 
 def fixed_scales(config: Config) -> dict[str, float] | None:

@@ -15,7 +15,7 @@ from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
 from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.model import Model
 from fedrecon._src.models import implicit_feedback, learned_default, matrix_factorization, standardize
-from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale
+from fedrecon._src.recommend.config import Factorization, RatingsConfig, Scale, change_settings
 from fedrecon._src.recommend.estimate import Estimate, Transform
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.settings import FOUND, relaxed_rounds
@@ -184,7 +184,7 @@ def apply_estimate(
     traits = tuple(map(float, estimate.trait_ridge)) if config.model.item_traits else ()
     estimates: dict[str, Any] = {name: getattr(estimate, name) for name in names}
     scale = Scale(**estimates, standardized=config.model.round_zero, trait_ridges=traits)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, scale=scale))
+    config = change_settings(config, {"model.scale": scale})
     items = dataclasses.replace(items, liking=Liking(estimate.item_bias, estimate.user_bias_ridge))
     if counts is not None:
         items = dataclasses.replace(items, counts=np.rint(counts).astype(np.int64), scale=estimate.ends)

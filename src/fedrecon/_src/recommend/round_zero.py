@@ -111,13 +111,9 @@ class RoundZero:
         biases, traits = BOUNDED_PASSES if self.noised else EXACT_PASSES
         biases = biases if self.bias_passes is None else self.bias_passes
         traits = traits if self.trait_passes is None else self.trait_passes
-        questions: list[Question] = ["moments"]
-        if self.noised:
-            questions = ["range", "scale"] if self.scale is None else ["scale"]
-        questions += ["first biases"] if biases else []
-        questions += ["biases"] * (biases - 1)
-        questions += ["traits"] * traits
-        return tuple(questions)
+        scale: list[Question] = ["range", "scale"] if self.scale is None else ["scale"]
+        first: list[Question] = ["first biases"] if biases else []
+        return (*(scale if self.noised else ["moments"]), *first, *["biases"] * (biases - 1), *["traits"] * traits)
 
     @property
     def numbers_per_item(self) -> int:

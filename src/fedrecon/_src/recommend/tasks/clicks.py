@@ -24,7 +24,7 @@ from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
 from fedrecon._src.models.factorization import popularity_factors, ranking_params
 from fedrecon._src.recommend import cold_start, ranking
-from fedrecon._src.recommend.config import ClicksConfig, Reading
+from fedrecon._src.recommend.config import ClicksConfig, Reading, change_settings
 from fedrecon._src.recommend.rating_model import Items
 from fedrecon._src.recommend.recipe import build_split, evaluation_split
 from fedrecon._src.recommend.round_zero import Result, RoundZero
@@ -162,19 +162,17 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
     def build_algorithm(self, config: ClicksConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
         """Return least squares over all items, by clients in rounds."""
         settings, around_start = config.model, not config.privacy.on
+        names = ("unobserved", "ridge", "second_order", "both_ways")
         return federated_ials(
             model,
-            unobserved=settings.unobserved,
-            ridge=settings.ridge,
             server=with_prior(parts.server, settings.prior, examples=parts.examples, around_start=around_start),
             split=build_split(config.split.train, config.split),
-            second_order=settings.second_order,
-            both_ways=settings.both_ways,
             aggregate=parts.aggregator,
+            **{name: getattr(settings, name) for name in names},
         )
 
     def prepare(self, config: ClicksConfig, clicks: Ratings, users: Users, items: Items) -> Ready:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, at_least=config.data.at_least))
+        config = change_settings(config, {"model.at_least": config.data.at_least})
         users = Users(*(self.view(config, part) for part in users))
         if config.privacy.on:
             items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
@@ -184,7 +182,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         most = largest_dim(config, users.train, len(items)) if dim == "auto" else min(dim, len(items))
         result = estimate_clicks(users.train, len(items), most)
         dim = choose_dim(config, users, result) if dim == "auto" else most
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim))
+        config = change_settings(config, {"model.dim": dim})
         params = ranking_params(result.item_embedding[:, :dim], items.counts)
         model = start_from(self.build_model(config, items), params)
         fallback = popularity_factors(np.asarray(items.counts), dim)
@@ -240,8 +238,8 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
 
     def pin(self, config: ClicksConfig, items: Items) -> ClicksConfig:
         """Fix the dimensions, and what counts as a click: a node's file may leave out less."""
-        dim, at_least = dim_of(config.model, len(items)), config.data.at_least
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, dim=dim, at_least=at_least))
+        dim = dim_of(config.model, len(items))
+        return change_settings(config, {"model.dim": dim, "model.at_least": config.data.at_least})
 
     def round_zero(self, config: ClicksConfig, num_items: int, options: Any) -> RoundZero:
         return SpectralStart(num_items=num_items, dim=dim_of(config.model, num_items))

@@ -28,7 +28,15 @@ from fedrecon._src.recommend.baselines import (
     rating_errors,
     split_ratings,
 )
-from fedrecon._src.recommend.config import ClicksConfig, Data, RatingsConfig, Reading, changed, is_default
+from fedrecon._src.recommend.config import (
+    ClicksConfig,
+    Data,
+    RatingsConfig,
+    Reading,
+    change_settings,
+    changed,
+    is_default,
+)
 from fedrecon._src.recommend.estimate import Estimate
 from fedrecon._src.recommend.protection import Population, round_zero_noise
 from fedrecon._src.recommend.rating_model import (
@@ -379,7 +387,7 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
     # ---- over nodes ----
 
     def pin(self, config: RatingsConfig, items: Items) -> RatingsConfig:
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, scale=None))
+        return change_settings(config, {"model.scale": None})
 
     def round_zero(self, config: RatingsConfig, num_items: int, options: Any) -> RoundZero | None:
         if not (config.model.round_zero or config.data.transform != "none"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from fedrecon._src.data.sentences import PAIR_ROWS
 from fedrecon._src.data.sources import DataError, is_stream, open_bytes, private_cache
 from fedrecon._src.data.tables import PARQUET
 from fedrecon._src.models import next_word
-from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, changed
+from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, change_settings, changed
 from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split
 from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Ready, Table, Task, Users
@@ -212,7 +211,7 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
         """Choose how many clients a round takes, if settings leave that open, and describe the data."""
         if config.sampling.clients_per_round is None:
             size = cohort_size(len(users.train), private=config.privacy.on)
-            config = dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, clients_per_round=size))
+            config = change_settings(config, {"sampling.clients_per_round": size})
         data = (
             f"clients: {len(corpus.clients):,}; sentences: {corpus.clients.num_examples:,}; "
             f"words: {len(corpus.tokens):,}. "
