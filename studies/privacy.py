@@ -18,7 +18,7 @@ from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Update
 from fedrecon._src.recommend.protection import Population, Protection, protect
 from fedrecon._src.recommend.rating_model import Items, ridges_of
-from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update
+from fedrecon._src.recommend.recipe import build_descent, build_reconstruction, build_server
 from fedrecon._src.recommend.settings import FOUND
 from fedrecon._src.recommend.task import Ready, Users
 from fedrecon._src.recommend.tasks import RATINGS, build_algorithm
@@ -77,7 +77,7 @@ def make_algorithms(method: str, ready: Ready, protection: Protection) -> tuple[
     priors = {"*item_embedding": config.model.prior, "*user_embedding": 2 * ridges["*"]}
     priors |= {f"*{name}": 2 * float(np.mean(ridges[name])) for name in ("user_bias", "user_traits")}
     server = with_prior(build_server(config.server, config.rounds), priors, examples=examples)
-    update = build_update(Update(learning_rate=1.0, steps=1, batch_size=MAX_EXAMPLES))
+    update = build_descent(Update(learning_rate=1.0, steps=1, batch_size=MAX_EXAMPLES))
     rebuild = build_reconstruction(config.reconstruct, ridges)
     training = fr.federated_averaging(
         fr.models.client_table(ready.model, len(clients)),

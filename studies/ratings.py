@@ -14,7 +14,7 @@ import fedrecon as fr
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend.config import Config, Data, RatingsConfig
 from fedrecon._src.recommend.rating_model import build_model
-from fedrecon._src.recommend.recipe import build_reconstruction, build_server, build_update
+from fedrecon._src.recommend.recipe import build_descent, build_reconstruction, build_server
 from fedrecon._src.recommend.tasks import build_algorithm
 from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon.data import Ratings
@@ -124,7 +124,7 @@ def make_method(name: str, config: RatingsConfig, num_items: int, num_clients: i
     if name == "fedrecon":
         algorithm = build_algorithm(config, model)
         return Method(algorithm, algorithm)
-    update, server = build_update(config.update), build_server(config.server)
+    update, server = build_descent(config.update), build_server(config.server)
     rebuild = build_reconstruction(config.reconstruct)
     serving = fr.federated_averaging(model, update=update, server=server, reconstruct=rebuild)
     if name == "fedavg":

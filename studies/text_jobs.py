@@ -16,7 +16,7 @@ import fedrecon as fr
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.recommend.config import TextConfig, Update
-from fedrecon._src.recommend.recipe import build_update
+from fedrecon._src.recommend.recipe import build_descent
 from fedrecon._src.recommend.tasks import build_algorithm
 from fedrecon._src.recommend.tasks.text import build_next_word
 from fedrecon._src.recommend.word_evaluation import (
@@ -94,7 +94,7 @@ def make_algorithms(
         projection=settings.projection,
         local="oov_embedding" if method == "fedrecon" else "nothing",
     )
-    finetune, algorithm = build_update(finetuning), build_algorithm(config, model)
+    finetune, algorithm = build_descent(finetuning), build_algorithm(config, model)
     serving: dict[str, Callable[[], fr.Algorithm]] = {
         "plain": lambda: algorithm,
         "recon": lambda: algorithm,
@@ -156,7 +156,7 @@ def run_personal(
     assert isinstance(config, TextConfig)
     assert job.finetune is not None
     algorithm = build_algorithm(config, build_next_word(config.model, vocabulary))
-    finetuned = fr.with_finetuning(algorithm, build_update(job.finetune))
+    finetuned = fr.with_finetuning(algorithm, build_descent(job.finetune))
     evaluator = fr.Evaluator(algorithm, unseen, seed=seed)
     params, result = train(
         job, algorithm, train_clients, lambda *state: {"recon": evaluator(state[1])}, seed=seed, progress=progress

@@ -8,7 +8,7 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.recommend.config import DEFAULT, Privacy, RatingsConfig, Server, SplitSettings, Update, check_config
 from fedrecon._src.recommend.rating_model import relaxed_prior
-from fedrecon._src.recommend.recipe import build_server, build_update
+from fedrecon._src.recommend.recipe import build_descent, build_server
 from fedrecon._src.recommend.stopping import (
     divisions_of,
     early_stopping_of,
@@ -28,7 +28,7 @@ def test_a_gradient_longer_than_its_limit_is_shortened_to_it():
     """At w = b = 0 and (x, y) = (2, 5) the gradient in w is -20: cut to -1, a step of rate 0.5 adds 0.5."""
 
     def learned(clip_norm):
-        update = build_update(Update(learning_rate=0.5, batch_size=1, clip_norm=clip_norm))
+        update = build_descent(Update(learning_rate=0.5, batch_size=1, clip_norm=clip_norm))
         algorithm = fr.federated_reconstruction(
             linear(), split=fr.split.none(), reconstruct=descend(0.1, steps=0), update=update, server=optax.sgd(1.0)
         )

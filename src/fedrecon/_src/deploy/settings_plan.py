@@ -65,7 +65,7 @@ class SettingsPlan(Plan):
     def algorithm(self) -> Algorithm:
         """What is run, the same on every host."""
         zero = self.result or (None if self.zero is None else self.zero.start())
-        config, model = self.task.start_model(self.config, self.legend, zero)
+        config, _, model = self.task.start(self.config, self.legend, zero)
         examples: float | None = None if self.result is None else self.result.num_examples
         noise, aggregator = config.privacy.noise_multiplier, None
         if noise is not None:
@@ -145,7 +145,7 @@ class SettingsPlan(Plan):
 @functools.lru_cache(maxsize=8)
 def _prepared(plan: SettingsPlan, result: Result) -> SettingsPlan:
     """Prepare a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
-    config, legend = plan.task.apply_result(plan.config, plan.legend, result)
+    config, legend, _ = plan.task.start(plan.config, plan.legend, result)
     ready = dataclasses.replace(plan, config=config, legend=legend, result=result)
     ready.__dict__["content"] = plan.content  # the agreement
     return ready
@@ -222,7 +222,7 @@ def _with_noise(config: Config, legend: Any, options: PlanOptions) -> tuple[Conf
         noise_of_zero = options.round_zero_noise or _noise_of_round_zero(config, Population(users, per_round), zero)
         options = dataclasses.replace(options, round_zero_noise=noise_of_zero)
         before = round_zero_releases(dataclasses.replace(zero, noise_multiplier=noise_of_zero))
-    _, model = task.start_model(config, legend, None if zero is None else zero.start())
+    *_, model = task.start(config, legend, None if zero is None else zero.start())
     parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
 
     def with_noise(noise: float) -> Config:

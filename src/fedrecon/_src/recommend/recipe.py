@@ -18,7 +18,7 @@ from fedrecon._src.core import split
 from fedrecon._src.core.model import Model
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend.config import Config
-from fedrecon._src.recommend.settings import Reconstruct, Server, SplitSettings, Update, relaxed_rounds
+from fedrecon._src.recommend.settings import MEDIAN, Reconstruct, Server, SplitSettings, Update, relaxed_rounds
 from fedrecon._src.recommend.task import AlgorithmParts, Task, Users
 from fedrecon._src.simulation.engine import Layout, layout
 from fedrecon._src.simulation.evaluation import Evaluator
@@ -63,18 +63,13 @@ def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> S
     if settings.solver == "closed-form":
         limit = None if settings.steps is None else max(1, settings.steps) * settings.batch_size
         return closed_form(batch_size=settings.batch_size, limit=limit)
-    return gradient_descent(
-        build_optimizer(settings.optimizer, settings.learning_rate),
-        batch_size=settings.batch_size,
-        epochs=settings.epochs,
-        steps=settings.steps,
-    )
+    return build_descent(settings)
 
 
-def build_update(settings: Update) -> Solver:
-    """Return U."""
+def build_descent(settings: Reconstruct | Update) -> Solver:
+    """Return gradient descent, which is U, and R unless it has another solver."""
     optimizer = build_optimizer(settings.optimizer, settings.learning_rate)
-    if settings.clip_norm is not None:
+    if isinstance(settings, Update) and settings.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
     return gradient_descent(optimizer, batch_size=settings.batch_size, epochs=settings.epochs, steps=settings.steps)
 
@@ -98,14 +93,14 @@ def build_weights(config: Config, model: Model) -> aggregators.Weigh:
 
 def build_aggregator(config: Config, model: Model) -> aggregators.Aggregator:
     """Return how updates become one mean if clients need no protection from the server."""
-    settings, weigh = config.aggregate, build_weights(config, model)
-    quantile = settings.followed
+    settings, weigh, quantile = config.aggregate, build_weights(config, model), config.aggregate.clip_quantile
+    if quantile == "auto":
+        quantile = MEDIAN if settings.clip_norm is None and not settings.secure else None
     if quantile is None:
         return aggregators.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
-    stages = [aggregators.finite()]
-    stages += [] if settings.zero_norm is None else [aggregators.zero(settings.zero_norm)]
-    stages += [aggregators.adaptive_clip(quantile, times=settings.clip_times)]
-    return aggregators.chain(*stages, aggregators.by_weight(weigh))
+    zero = [] if settings.zero_norm is None else [aggregators.zero(settings.zero_norm)]
+    clip = aggregators.adaptive_clip(quantile, times=settings.clip_times)
+    return aggregators.chain(aggregators.finite(), *zero, clip, aggregators.by_weight(weigh))
 
 
 def build_reconstruction_algorithm(
@@ -117,7 +112,7 @@ def build_reconstruction_algorithm(
         model,
         split=build_split(config.split.train, config.split),
         reconstruct=build_reconstruction(config.reconstruct, ridge),
-        update=build_update(update),
+        update=build_descent(update),
         server=parts.server,
         joint=update.joint,
         second_order=update.second_order,

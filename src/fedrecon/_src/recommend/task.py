@@ -16,7 +16,7 @@ from fedrecon._src.core.model import Model
 from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend.config import Config, Reading
-from fedrecon._src.recommend.round_zero import Result, RoundZero
+from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.settings import Source
 from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.evaluation import Evaluation
@@ -253,10 +253,12 @@ class Task(Protocol[C, D, L]):
         """Return round zero over nodes, from the options of a plan; None if there is none."""
         return None
 
-    def start_model(self, config: C, legend: L, zero: Any) -> tuple[C, Model]:
-        """Return settings and model as training starts, from a state or the result of round zero."""
-        return config, self.build_model(config, legend)
+    def start(self, config: C, legend: L, zero: Any) -> tuple[C, L, Model]:
+        """Return settings, legend and model as training starts.
 
-    def apply_result(self, config: C, legend: L, result: Result) -> tuple[C, L]:
-        """Return settings and legend with the result of round zero."""
-        return config, legend
+        Args:
+          config: the settings.
+          legend: what ids stand for.
+          zero: the result of round zero; before it, a state of the same shapes; None if there is none.
+        """
+        return config, legend, self.build_model(config, legend)

@@ -27,7 +27,7 @@ from fedrecon._src.recommend import cold_start, ranking
 from fedrecon._src.recommend.config import ClicksConfig, Reading, change_settings
 from fedrecon._src.recommend.rating_model import Items
 from fedrecon._src.recommend.recipe import build_split, evaluation_split
-from fedrecon._src.recommend.round_zero import Result, RoundZero
+from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart, estimate_clicks
 from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
@@ -244,14 +244,12 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
     def round_zero(self, config: ClicksConfig, num_items: int, options: Any) -> RoundZero:
         return SpectralStart(num_items=num_items, dim=dim_of(config.model, num_items))
 
-    def start_model(self, config: ClicksConfig, items: Items, zero: Any) -> tuple[ClicksConfig, Model]:
+    def start(self, config: ClicksConfig, items: Items, zero: Any) -> tuple[ClicksConfig, Items, Model]:
         model = self.build_model(config, items)
         if isinstance(zero, ClicksResult):
             model = start_from(model, ranking_params(zero.item_embedding, zero.counts))
-        return config, model
-
-    def apply_result(self, config: ClicksConfig, items: Items, result: Result) -> tuple[ClicksConfig, Items]:
-        return config, dataclasses.replace(items, counts=np.rint(result.counts).astype(np.int64))
+            items = dataclasses.replace(items, counts=np.rint(zero.counts).astype(np.int64))
+        return config, items, model
 
 
 def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, clients: Clients, num_items: int) -> Table:

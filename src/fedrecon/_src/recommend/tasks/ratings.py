@@ -49,7 +49,7 @@ from fedrecon._src.recommend.rating_model import (
     round_zero_of,
 )
 from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split
-from fedrecon._src.recommend.round_zero import Answers, Result, RoundZero, run_round_zero
+from fedrecon._src.recommend.round_zero import Answers, RoundZero, run_round_zero
 from fedrecon._src.recommend.settings import COLUMNS, Scale
 from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Ready, Table, Task, Users, split_users
@@ -399,16 +399,11 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
             noise["hosts"] = options.least_nodes if options.secure else 0
         return round_zero_of(config, num_items, **noise)
 
-    def start_model(self, config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Model]:
-        """Return settings and model with what round zero estimated; before it, with an estimate of the same shapes."""
-        if zero is None:
-            return config, build_model(config.model, len(items))
-        if config.model.scale is None:
-            config, _ = apply_estimate(config, items, zero.estimate)
-        return config, build_model(config.model, len(items), zero.estimate)
-
-    def apply_result(self, config: RatingsConfig, items: Items, result: Result) -> tuple[RatingsConfig, Items]:
-        return apply_estimate(config, items, result.estimate, result.counts)
+    def start(self, config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Items, Model]:
+        """Return settings, items and model with what round zero estimated."""
+        if zero is not None and config.model.scale is None:  # else this was done before
+            config, items = apply_estimate(config, items, zero.estimate, getattr(zero, "counts", None))
+        return config, items, build_model(config.model, len(items), zero and zero.estimate)
 
 
 def _known_baselines(config: RatingsConfig, items: Items, holdout: RatingHoldout) -> Table:

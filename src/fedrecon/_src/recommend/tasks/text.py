@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,11 +49,9 @@ def _is_table(path: Path) -> bool:
     """Tell whether a file begins as tables do: fields between delimiters, or Parquet."""
     if is_stream(path) or not path.is_file():
         return False
-    try:
-        with open_bytes(path) as stream:
-            first = stream.readline(1000)
-    except DataError:
-        return False
+    first = b""
+    with contextlib.suppress(DataError), open_bytes(path) as stream:
+        first = stream.readline(1000)
     if first.startswith(PARQUET):
         return True
     other = b"\0" in first or first.lstrip().startswith((b"{", b"[", b"<"))
