@@ -24,9 +24,17 @@ import numpy as np
 
 from fedrecon._src.app.cli.demo import SETTINGS
 from fedrecon._src.device.model_bundle import DeviceTraining, bundle_model
-from fedrecon._src.recommend.config import DEFAULT, Factorization, RatingsConfig, Reconstruct, Scale, Update
+from fedrecon._src.recommend.config import (
+    DEFAULT,
+    ClicksConfig,
+    Factorization,
+    RatingsConfig,
+    Reconstruct,
+    Scale,
+    Update,
+)
 from fedrecon._src.recommend.saved_models import SavedModel
-from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.recommend.tasks import RATINGS, Items
 from fedrecon._src.recommend.tasks.ratings import load_ratings
 from fedrecon.data import unique_labels
 from fedrecon.device import DevicePlan
@@ -72,7 +80,7 @@ def of_clicks(num_items, titles):
     """A model of clicks of the default settings."""
     items = untrained(num_items, 1, titles=titles).legend
     table = np.random.default_rng(0).normal(0, 0.1, (num_items, 64)).astype(np.float32)
-    return SavedModel(CLICKS.untrained, ranking_params(table), items)
+    return SavedModel(ClicksConfig(), ranking_params(table), items)
 
 
 def made_up_titles(num_items):
@@ -88,7 +96,7 @@ def untrained(num_items, dim, *, titles=None, **reconstruct):
     """A model with numbers as large as trained ones."""
     draw = np.random.default_rng(0)
     config: RatingsConfig = dataclasses.replace(
-        RATINGS.untrained,
+        RatingsConfig(),
         model=Factorization(dim=dim, biases=True, init_mean=3.5),
         reconstruct=Reconstruct(**reconstruct),
     )

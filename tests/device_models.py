@@ -10,10 +10,10 @@ import optax
 import fedrecon as fr
 from fedrecon._src.data.sentences import PAIR_ROWS
 from fedrecon._src.device.export import made_up_ratings
-from fedrecon._src.recommend.config import DEFAULT, Scale
+from fedrecon._src.recommend.config import DEFAULT, ClicksConfig, Scale
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.settings import Ranking
-from fedrecon._src.recommend.tasks import CLICKS, RATINGS, Items
+from fedrecon._src.recommend.tasks import RATINGS, Items
 from fedrecon.device import Legend, bundle
 from fedrecon.models import ranking_params
 
@@ -202,7 +202,7 @@ def clicks_model(counts="ignore", dim=4):
     titles = np.array([f"record {k}" for k in range(NUMBER)])
     items = Items(np.arange(1000, 1000 + NUMBER), titles, np.arange(NUMBER) % 40)
     settings = Ranking(dim=dim, counts=counts, least_ratings=5)
-    config = dataclasses.replace(CLICKS.untrained, model=settings)
+    config = dataclasses.replace(ClicksConfig(), model=settings)
     table = np.random.default_rng(0).normal(0, 0.4, (NUMBER, dim)).astype(np.float32)
     params = ranking_params(table, items.counts)
     params["history_offset"] = table[::-1] / 4

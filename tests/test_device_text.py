@@ -132,12 +132,13 @@ def test_a_saved_model_of_text_becomes_a_bundle_that_suggests(tmp_path):
     pytest.importorskip("jax2onnx", reason="needs fedrecon[device]")
     from device_models import WORDS, trained
     from fedrecon._src.device.model_bundle import bundle_model
+    from fedrecon._src.recommend.config import TextConfig
     from fedrecon._src.recommend.saved_models import SavedModel
     from fedrecon._src.recommend.tasks import TEXT
     from fedrecon_device import Personal, check
 
     sizes = {"embedding": 6, "hidden": 8, "projection": 7, "max_words": 7, "oov_buckets": 5}
-    config = dataclasses.replace(TEXT.untrained, model=dataclasses.replace(TEXT.untrained.model, **sizes))
+    config = dataclasses.replace(TextConfig(), model=dataclasses.replace(TextConfig().model, **sizes))
     vocabulary = Vocabulary(tuple(WORDS), 5)
     saved = SavedModel(config, trained(TEXT.build_model(config, vocabulary)), vocabulary)
     bundle_model(saved, tmp_path / "b", most=6, quantise="int8")

@@ -168,7 +168,7 @@ def get(server, path, host="localhost"):
 
 def a_run(folder):
     """A saved model of three films."""
-    config = dataclasses.replace(RATINGS.untrained, model=Factorization(dim=3))
+    config = dataclasses.replace(RatingsConfig(), model=Factorization(dim=3))
     legend = Items(np.array([5, 7, 9]), np.array(["A", "B", "A"]), np.array([9, 1, 8]), (1.0, 5.0))
     params = {"item_embedding": np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)}
     SavedModel(config, params, legend).save(folder / "model")
@@ -309,7 +309,7 @@ def test_a_run_becomes_a_bundle_that_passes(tmp_path, capsys):
 def test_a_saved_model_knows_how_often_items_were_rated_and_the_scale(tmp_path):
     legend = Items(np.array([5, 7]), None, np.array([2, 0]), (0.5, 5.0))
     params = {"item_embedding": np.zeros((2, 50), np.float32)}
-    SavedModel(RATINGS.untrained, params, legend).save(tmp_path / "model")
+    SavedModel(RatingsConfig(), params, legend).save(tmp_path / "model")
     found = open_model(tmp_path).legend
     assert found.counts.tolist() == [2, 0]
     assert found.scale == (0.5, 5.0)
@@ -341,7 +341,7 @@ def test_ids_in_a_row_are_written_short():
 
 
 def legend_of(items):
-    return items_legend(SavedModel(RATINGS.untrained, {}, items))
+    return items_legend(SavedModel(RatingsConfig(), {}, items))
 
 
 def test_repeated_titles_of_an_older_model_are_made_unique():

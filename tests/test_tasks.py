@@ -11,7 +11,16 @@ from fedrecon._src.core.display import silent
 from fedrecon._src.core.model import evaluated_names
 from fedrecon._src.core.upload import summand_of
 from fedrecon._src.data.sentences import PAIR_ROWS
-from fedrecon._src.recommend.config import Factorization, NextWord, RatingsConfig, Reading, Scale, TextConfig, TextData
+from fedrecon._src.recommend.config import (
+    CONFIGS,
+    Factorization,
+    NextWord,
+    RatingsConfig,
+    Reading,
+    Scale,
+    TextConfig,
+    TextData,
+)
 from fedrecon._src.recommend.tasks import TASKS, TEXT, Measure, build_algorithm
 from fedrecon._src.recommend.tasks import text as text_task
 from fedrecon._src.recommend.tasks.text import build_next_word
@@ -275,9 +284,10 @@ def test_a_measure_is_written_as_people_read_it():
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_a_task_fits_together(task):
-    assert task.untrained.task == task.name
+    config = CONFIGS[task.name]()
+    assert config.task == task.name
     legend = task.recall({"item_ids": [3, 7], "titles": None, "vocabulary": {"words": ["the"], "buckets": 2}})
-    model = task.build_model(task.untrained, legend)
+    model = task.build_model(config, legend)
     assert {measure.name for measure in (*task.measures, *task.curve)} <= {*evaluated_names(model), "coverage@20"}
     again = task.recall(json.loads(json.dumps(task.describe(legend))))
     assert len(again) == len(legend)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import optax
+from optax import GradientTransformation, piecewise_constant_schedule
 
 from fedrecon._src.client.closed_form import Ridge
 from fedrecon._src.client.optimizers import Strength, keep_constant, with_prior
@@ -129,12 +129,10 @@ def relaxed_prior(config: RatingsConfig) -> Strength:
     if not times or not config.rounds:
         return prior
     starts = [config.rounds + relaxed_rounds(config.rounds, number) for number in range(times)]
-    return optax.piecewise_constant_schedule(prior, dict.fromkeys(starts, RELAXED))
+    return piecewise_constant_schedule(prior, dict.fromkeys(starts, RELAXED))
 
 
-def add_priors(
-    config: RatingsConfig, optimizer: optax.GradientTransformation, examples: float
-) -> optax.GradientTransformation:
+def add_priors(config: RatingsConfig, optimizer: GradientTransformation, examples: float) -> GradientTransformation:
     """Wrap the server optimizer with the configured priors; freeze parameters estimated in round zero."""
     settings = config.model
     priors: dict[str, Strength] = {}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.core.clients import Clients, rows_of
@@ -344,17 +345,12 @@ class Answers(NamedTuple):
 
 
 def run_round_zero(
-    round_zero: RoundZero,
-    clients: Clients,
-    rng: np.random.Generator | None = None,
-    *,
-    secure: bool = False,
-    noise_scale: float = 1.0,
+    zero: RoundZero, clients: Clients, rng: Generator | None = None, *, secure: bool = False, noise_scale: float = 1.0
 ) -> Answers:
     """Run round zero over all clients in this process.
 
     Args:
-      round_zero: with a noise multiplier if there is to be noise.
+      zero: round zero, with a noise multiplier if there is to be noise.
       clients: with columns `item` and `rating`.
       rng: draws the noise of the server, or of all clients; a deployment uses the system's entropy. None adds none.
       secure: add integers with the clients' own discrete noise, as in a secure sum; else the server adds Gaussian
@@ -362,9 +358,9 @@ def run_round_zero(
       noise_scale: multiply the noise by this; below 1 to see what a larger population would have, which protects none
         of these clients.
     """
-    rows, state, releases = _rows(clients), round_zero.start(), list(round_zero.releases())
+    rows, state, releases = _rows(clients), zero.start(), list(zero.releases())
     while not state.done:
-        noise, entries = round_zero.noise_of(state) * noise_scale, round_zero.answer_each(state, *rows)
+        noise, entries = zero.noise_of(state) * noise_scale, zero.answer_each(state, *rows)
         if rng is None:
             total = entries.total()
         elif not secure:
@@ -372,7 +368,7 @@ def run_round_zero(
         else:
             share = share_of_noise(1.0, entries.length, noise, clients=len(clients), least=len(clients), bits=64)
             total = restore(share.grid, entries.integer_total(share.grid) + draw(share, rng, len(clients)))
-            release, planned = share.release(1.0), releases[state.answered]
-            releases[state.answered] = release._replace(noise_multiplier=planned.noise_multiplier, purpose=PURPOSE)
-        state = round_zero.advance(state, {ANSWER: total}, noise)
+            release = share.release(1.0)._replace(noise_multiplier=zero.noise_of(state), purpose=PURPOSE)
+            releases[state.answered] = release
+        state = zero.advance(state, {ANSWER: total}, noise)
     return Answers(state.estimate, None if state.bounds is None else state.visible_counts, tuple(releases))

@@ -117,7 +117,7 @@ def _read_description(file: Path) -> SavedModel[Any]:
     try:
         task = TASKS[name]
         saved = description["settings"]
-        settings = {**to_json(task.untrained), **{part: saved[part] for part in SETTINGS}}
+        settings = {"task": name, **{part: saved[part] for part in SETTINGS}}
         settings |= {part: saved[part] for part in TRAINING if part in saved}
         config = config_from_json(settings, str(file))
         legend, failed = task.recall(description), description["failed"]

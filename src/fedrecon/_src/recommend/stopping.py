@@ -15,6 +15,8 @@ from fedrecon._src.simulation.divergence import find_divergence, find_failures
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, summarize
 from fedrecon._src.simulation.training import EarlyStopping, Evaluate, Score
 
+Records = Sequence[Mapping[str, Any]]
+
 GUARDS = {"learned_from": "clients", "clipped": "clipped", "too_long": "zeroed", "not_finite": "non_finite"}
 JUDGES = 10  # validation or test clients; the loss of fewer is mostly chance
 TESTED = (0.6, 0.2, 0.2)  # fractions that suit few clients
@@ -202,11 +204,7 @@ def remedy(config: Config, counts: bool = False) -> str:
     return f"If this continues: {config.remedy}."
 
 
-def why_failed(
-    history: Sequence[Mapping[str, Any]],
-    task: Task[Any, Any, Any],
-    test: Evaluation | None = None,
-) -> str | None:
+def why_failed(history: Records, task: Task[Any, Any, Any], test: Evaluation | None = None) -> str | None:
     """Say why a run has failed, or None if it went well.
 
     Args:
@@ -218,7 +216,7 @@ def why_failed(
     return "; ".join(problem.describe(f"{name} {task.people}") for name, problem in failures.items()) or None
 
 
-def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def updates_of(history: Records) -> dict[str, int]:
     """Count the updates that a run was learned from, and those that a guard clipped or left out.
 
     Args:
@@ -228,7 +226,7 @@ def updates_of(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {name: sum(record.get(of, 0) for record in rounds) for name, of in GUARDS.items()}
 
 
-def say_updates(history: Sequence[Mapping[str, Any]]) -> str | None:
+def say_updates(history: Records) -> str | None:
     """Say how many updates a guard clipped or left out; None if there were none."""
     updates = updates_of(history)
     if not any(updates[name] for name in ("clipped", "too_long", "not_finite")):

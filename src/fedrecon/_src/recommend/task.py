@@ -106,17 +106,6 @@ class AlgorithmParts(NamedTuple):
     examples: float
 
 
-class Dataset(Protocol):
-    """Data as loaded, before it is divided."""
-
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        """Counts of what was left out."""
-
-    def fingerprint(self) -> str:
-        """Return a short digest of the content."""
-
-
 class Read(NamedTuple):
     """Clients of another file, and counts of what was left out of it."""
 
@@ -125,12 +114,13 @@ class Read(NamedTuple):
 
 
 C = TypeVar("C", bound=Config)
-D = TypeVar("D", bound=Dataset)
+D = TypeVar("D")
 L = TypeVar("L")
 
 
 class Task(Protocol[C, D, L]):
     """A task. Its legend is what the ids in its data stand for, items or words: inference needs it with the parameters.
+    Its data, as loaded, has counts of what was left out (`skipped`) and a digest of the content (`fingerprint`).
 
     Attributes:
       name: as settings call it.
@@ -141,7 +131,6 @@ class Task(Protocol[C, D, L]):
       curve: the two of them that pictures show.
       goal: what models and baselines are compared by.
       serve: the command that a trained model is for, with its options.
-      untrained: settings for what training alone needs, where nothing is trained.
       items_alone: whether a person can be given as items without ratings.
       by_client: whether metrics are of clients as a whole, so that there is one mean only.
       page_needs_onnx: whether a web page of a model runs its ONNX graphs.
@@ -155,7 +144,6 @@ class Task(Protocol[C, D, L]):
     curve: tuple[Measure, Measure]
     goal: Measure
     serve: str
-    untrained: C
     items_alone: bool = False
     by_client: bool = False
     page_needs_onnx: bool = False

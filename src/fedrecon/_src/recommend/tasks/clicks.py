@@ -43,13 +43,6 @@ MOST_JUDGES = 1000  # validation users that dimensions are chosen on
 EASE_BYTES, EASE_FLOPS = 24, 5e10  # at once for each pair of items; in a second
 NDCG, RECALL = Measure("ndcg@100", "NDCG@100", sign=-1), Measure("recall@20", "recall@20", sign=-1)
 COVERAGE = Measure("coverage@20", "coverage@20", 1, percent=True, sign=-1)
-MEASURES = (
-    NDCG,
-    RECALL,
-    Measure("recall@50", "recall@50", sign=-1),
-    Measure("hit@20", "hit rate@20", 1, percent=True, sign=-1),
-    COVERAGE,
-)
 MOST_ITEMS = 10_000  # beyond this, what baselines of all pairs of items would cost is said instead
 EASE_RIDGE = 500.0
 
@@ -128,11 +121,16 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
     """Clicks: which items people have."""
 
     name, examples = "clicks", "clicks"
-    measures = MEASURES
+    measures = (
+        NDCG,
+        RECALL,
+        Measure("recall@50", "recall@50", sign=-1),
+        Measure("hit@20", "hit rate@20", 1, percent=True, sign=-1),
+        COVERAGE,
+    )
     curve = (NDCG, RECALL)
     goal = NDCG
     serve = "recommend {run} --clicks FILE"
-    untrained = ClicksConfig()
     items_alone = by_client = True
 
     def view(self, config: ClicksConfig, clients: Clients) -> Clients:

@@ -158,10 +158,8 @@ def read_items(path: Path, item: str = "item", title: str = "title") -> Items:
                     )
     if not titles:
         raise DataError(f"{path} lists no items")
-    if all(text.isascii() and text.isdigit() and str(int(text)) == text and len(text) < 19 for text in titles):
-        ids = np.array(sorted(map(int, titles)))
-    else:
-        ids = np.array(sorted(titles))
+    numeric = all(text.isascii() and text.isdigit() and str(int(text)) == text and len(text) < 19 for text in titles)
+    ids = np.array(sorted(map(int, titles)) if numeric else sorted(titles))
     labels = [titles[str(item_id)] or str(item_id) for item_id in ids.tolist()]
     return Items(ids, np.array(unique_labels(labels, ids.tolist())) if title in names else None)
 
@@ -265,7 +263,6 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
     measures = curve = (RMSE, ACCURACY)
     goal = RMSE
     serve = "recommend {run} --ratings FILE"
-    untrained = RatingsConfig()
 
     def are_counts(self, config: RatingsConfig, data: Ratings) -> bool:
         return config.data.transform == "none" and data.describe().are_counts

@@ -113,7 +113,6 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
     curve = (LOSS, ACCURACY)
     goal = ACCURACY
     serve = 'complete {run} --text FILE --prompt "..."'
-    untrained = TextConfig()
     page_needs_onnx = True
 
     def load(self, config: TextConfig, progress: Progress) -> Corpus:
