@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import optax
+from optax import GradientTransformation
 
 from fedrecon._src import server as aggregators
 from fedrecon._src.algorithms.algorithm import Algorithm
@@ -19,12 +20,13 @@ from fedrecon._src.core.model import Model
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend.config import Config
 from fedrecon._src.recommend.settings import MEDIAN, Reconstruct, Server, SplitSettings, Update, relaxed_rounds
-from fedrecon._src.recommend.task import AlgorithmParts, Task, Users
+from fedrecon._src.recommend.task import Task, Users
+from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.engine import Layout, layout
 from fedrecon._src.simulation.evaluation import Evaluator
 
 
-def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
+def build_optimizer(name: str, learning_rate: float) -> GradientTransformation:
     """Return an optimizer by name; `momentum` is SGD with momentum 0.9."""
     makers: dict[str, Any] = {
         "fedadagrad": fedadagrad,
@@ -34,7 +36,7 @@ def build_optimizer(name: str, learning_rate: float) -> optax.GradientTransforma
     return (makers.get(name) or getattr(optax, name))(learning_rate)
 
 
-def build_server(settings: Server, rounds: int | None = None, relax: int = 0) -> optax.GradientTransformation:
+def build_server(settings: Server, rounds: int | None = None, relax: int = 0) -> GradientTransformation:
     """Return the server's optimizer, for a run of `rounds` rounds and `relax` relaxations after them.
 
     A rate that falls over all rounds starts again with every relaxation.
@@ -54,6 +56,11 @@ def build_server(settings: Server, rounds: int | None = None, relax: int = 0) ->
         starts = [over + number * each for number in range(relax)]
         schedule = optax.join_schedules([schedule, *[decay(each)] * relax], starts)
     return optax.chain(optimizer, optax.scale_by_schedule(schedule))
+
+
+def server_optimizer(config: Config) -> GradientTransformation:
+    """Return the server's optimizer for all rounds of a run."""
+    return build_server(config.server, config.rounds, config.relaxations)
 
 
 def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> Solver:
@@ -91,7 +98,7 @@ def build_weights(config: Config, model: Model) -> aggregators.Weigh:
     return aggregators.weight_of(model, "perplexity") if weigh == "tokens" else weigh
 
 
-def build_aggregator(config: Config, model: Model) -> aggregators.Aggregator:
+def build_aggregator(config: Config, model: Model) -> Aggregator:
     """Return how updates become one mean if clients need no protection from the server."""
     settings, weigh, quantile = config.aggregate, build_weights(config, model), config.aggregate.clip_quantile
     if quantile == "auto":
@@ -104,7 +111,7 @@ def build_aggregator(config: Config, model: Model) -> aggregators.Aggregator:
 
 
 def build_reconstruction_algorithm(
-    config: Config, model: Model, parts: AlgorithmParts, ridge: Ridge | None = None
+    config: Config, model: Model, server: GradientTransformation, aggregator: Aggregator, ridge: Ridge | None = None
 ) -> Algorithm:
     """Return Federated Reconstruction of a model with these settings; `ridge` is for `build_reconstruction`."""
     update = config.update
@@ -113,11 +120,11 @@ def build_reconstruction_algorithm(
         split=build_split(config.split.train, config.split),
         reconstruct=build_reconstruction(config.reconstruct, ridge),
         update=build_descent(update),
-        server=parts.server,
+        server=server,
         joint=update.joint,
         second_order=update.second_order,
         both_ways=update.both_ways,
-        aggregate=parts.aggregator,
+        aggregate=aggregator,
     )
 
 

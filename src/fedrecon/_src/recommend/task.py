@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from optax import GradientTransformation
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
@@ -92,20 +91,6 @@ class Ready(NamedTuple):
     fallback: Any = None
 
 
-class AlgorithmParts(NamedTuple):
-    """What the algorithm of any task is built from, besides its settings and model.
-
-    Attributes:
-      server: the server's optimizer.
-      aggregator: how updates become one.
-      examples: how many examples all training clients have, which a prior is weighed against.
-    """
-
-    server: GradientTransformation
-    aggregator: Aggregator
-    examples: float
-
-
 class Read(NamedTuple):
     """Clients of another file, and counts of what was left out of it."""
 
@@ -187,8 +172,15 @@ class Task(Protocol[C, D, L]):
     def build_model(self, config: C, legend: L) -> Model:
         """Return the model."""
 
-    def build_algorithm(self, config: C, model: Model, parts: AlgorithmParts) -> Algorithm:
-        """Return the algorithm."""
+    def build_algorithm(self, config: C, model: Model, examples: float, aggregator: Aggregator) -> Algorithm:
+        """Return the algorithm.
+
+        Args:
+          config: the settings.
+          model: what is trained.
+          examples: how many examples all training clients have, which a prior is weighed against.
+          aggregator: how updates become one.
+        """
 
     def prepare(self, config: C, data: D, users: Users, legend: L) -> Ready:
         """Return all that training needs, by sums over the training clients."""

@@ -5,8 +5,7 @@ from typing import Any
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.model import Model
 from fedrecon._src.recommend.config import Config
-from fedrecon._src.recommend.recipe import build_aggregator, build_server
-from fedrecon._src.recommend.task import AlgorithmParts
+from fedrecon._src.recommend.recipe import build_aggregator
 from fedrecon._src.recommend.task import Measure as Measure
 from fedrecon._src.recommend.task import Ready as Ready
 from fedrecon._src.recommend.task import Task as Task
@@ -37,6 +36,4 @@ def build_algorithm(
         If uploads are sums over examples (`protection`), how many uploads make up everybody's.
       aggregator: of a run that protects its clients (`protection`), which depends on who trains.
     """
-    server = build_server(config.server, config.rounds, config.relaxations)
-    parts = AlgorithmParts(server, aggregator or build_aggregator(config, model), examples)
-    return task_of(config).build_algorithm(config, model, parts)
+    return task_of(config).build_algorithm(config, model, examples, aggregator or build_aggregator(config, model))

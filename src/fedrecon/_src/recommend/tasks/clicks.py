@@ -26,13 +26,14 @@ from fedrecon._src.models.factorization import popularity_factors, ranking_param
 from fedrecon._src.recommend import cold_start, ranking
 from fedrecon._src.recommend.config import ClicksConfig, Reading, change_settings
 from fedrecon._src.recommend.rating_model import Items
-from fedrecon._src.recommend.recipe import build_split, evaluation_split
+from fedrecon._src.recommend.recipe import build_split, evaluation_split, server_optimizer
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart, estimate_clicks
 from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
-from fedrecon._src.recommend.task import AlgorithmParts, Measure, Read, Ready, Table, Task, Users
+from fedrecon._src.recommend.task import Measure, Read, Ready, Table, Task, Users
 from fedrecon._src.recommend.tasks.ratings import ItemsTask
+from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.evaluation import Evaluation
 
 DIMS = (32, 64, 128, 256, 512, 1024)
@@ -157,15 +158,15 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         dim = dim_of(settings, len(items))
         return ranking_factorization(len(items), dim, init_scale=settings.init_scale, weight=weight)
 
-    def build_algorithm(self, config: ClicksConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
+    def build_algorithm(self, config: ClicksConfig, model: Model, examples: float, aggregator: Aggregator) -> Algorithm:
         """Return least squares over all items, by clients in rounds."""
-        settings, around_start = config.model, not config.privacy.on
+        settings, server, around_start = config.model, server_optimizer(config), not config.privacy.on
         names = ("unobserved", "ridge", "second_order", "both_ways")
         return federated_ials(
             model,
-            server=with_prior(parts.server, settings.prior, examples=parts.examples, around_start=around_start),
+            server=with_prior(server, settings.prior, examples=examples, around_start=around_start),
             split=build_split(config.split.train, config.split),
-            aggregate=parts.aggregator,
+            aggregate=aggregator,
             **{name: getattr(settings, name) for name in names},
         )
 

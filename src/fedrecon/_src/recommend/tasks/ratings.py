@@ -48,11 +48,12 @@ from fedrecon._src.recommend.rating_model import (
     ridges_of,
     round_zero_of,
 )
-from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split
+from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split, server_optimizer
 from fedrecon._src.recommend.round_zero import Answers, RoundZero, run_round_zero
 from fedrecon._src.recommend.settings import COLUMNS, Scale
 from fedrecon._src.recommend.stopping import say_rounds
-from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Ready, Table, Task, Users, split_users
+from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Table, Task, Users, split_users
+from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.evaluation import Evaluation
 
 
@@ -280,9 +281,11 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
     def build_model(self, config: RatingsConfig, items: Items) -> Model:
         return build_model(config.model, len(items))
 
-    def build_algorithm(self, config: RatingsConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
-        parts = parts._replace(server=add_priors(config, parts.server, parts.examples))
-        return build_reconstruction_algorithm(config, model, parts, ridges_of(config))
+    def build_algorithm(
+        self, config: RatingsConfig, model: Model, examples: float, aggregator: Aggregator
+    ) -> Algorithm:
+        server = add_priors(config, server_optimizer(config), examples)
+        return build_reconstruction_algorithm(config, model, server, aggregator, ridges_of(config))
 
     def prepare(
         self, config: RatingsConfig, data: Ratings, users: Users, items: Items, population: Population | None = None

@@ -20,10 +20,11 @@ from fedrecon._src.data.sources import DataError, is_stream, open_bytes, private
 from fedrecon._src.data.tables import PARQUET
 from fedrecon._src.models import next_word
 from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, change_settings, changed
-from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split
+from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split, server_optimizer
 from fedrecon._src.recommend.stopping import say_rounds
-from fedrecon._src.recommend.task import ACCURACY, AlgorithmParts, Measure, Read, Ready, Table, Task, Users
+from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Table, Task, Users
 from fedrecon._src.recommend.word_evaluation import word_baselines
+from fedrecon._src.server import Aggregator
 
 EXAMPLES_FORMAT = "2"  # of what is written to the cache
 IN_MEMORY = 4_000_000  # sentences; of more, the examples are written to the cache and mapped from there
@@ -202,8 +203,8 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
     def build_model(self, config: TextConfig, words: Vocabulary) -> Model:
         return build_next_word(config.model, words)
 
-    def build_algorithm(self, config: TextConfig, model: Model, parts: AlgorithmParts) -> Algorithm:
-        return build_reconstruction_algorithm(config, model, parts)
+    def build_algorithm(self, config: TextConfig, model: Model, examples: float, aggregator: Aggregator) -> Algorithm:
+        return build_reconstruction_algorithm(config, model, server_optimizer(config), aggregator)
 
     def prepare(self, config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary) -> Ready:
         """Choose how many clients a round takes, if settings leave that open, and describe the data."""
