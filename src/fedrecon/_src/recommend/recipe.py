@@ -19,7 +19,7 @@ from fedrecon._src.core import split
 from fedrecon._src.core.model import Model
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend.config import Config
-from fedrecon._src.recommend.settings import MEDIAN, Reconstruct, Server, SplitSettings, Update, relaxed_rounds
+from fedrecon._src.recommend.settings import Reconstruct, Server, SplitSettings, Update, relaxed_rounds
 from fedrecon._src.recommend.task import Task, Users
 from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.engine import Layout, layout
@@ -100,9 +100,7 @@ def build_weights(config: Config, model: Model) -> aggregators.Weigh:
 
 def build_aggregator(config: Config, model: Model) -> Aggregator:
     """Return how updates become one mean if clients need no protection from the server."""
-    settings, weigh, quantile = config.aggregate, build_weights(config, model), config.aggregate.clip_quantile
-    if quantile == "auto":
-        quantile = MEDIAN if settings.clip_norm is None and not settings.secure else None
+    settings, weigh, quantile = config.aggregate, build_weights(config, model), config.aggregate.followed
     if quantile is None:
         return aggregators.mean(weigh, clip_norm=settings.clip_norm, zero_norm=settings.zero_norm)
     zero = [] if settings.zero_norm is None else [aggregators.zero(settings.zero_norm)]

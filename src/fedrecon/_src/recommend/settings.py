@@ -148,6 +148,13 @@ class Aggregate:
     clip_times: Positive = 1.0
     secure: bool = False
 
+    @property
+    def followed(self) -> float | None:
+        """The share of the clients' norms that the clipping norm follows; None if it follows none."""
+        if self.clip_quantile != "auto":
+            return self.clip_quantile
+        return MEDIAN if self.clip_norm is None and not self.secure else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
