@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 from starlette.routing import BaseRoute, Route
 
+from fedrecon._src.deploy.admission import FIELDS
 from fedrecon._src.deploy.devices import DeviceApi, DeviceTask
 from fedrecon._src.deploy.helper_server import LONGEST_RUN, HelperApi
 from fedrecon._src.deploy.http_server import Problem
-from fedrecon._src.deploy.node_keys import FIELDS
 from fedrecon._src.deploy.tasks import DIGEST, MAX_WAIT, TICKET, Api, NodeTask
 
 BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

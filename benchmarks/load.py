@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedrecon._src.algorithms.rounds import client_total
 from fedrecon._src.core.keys import round_key
 from fedrecon._src.core.wire import to_bytes
+from fedrecon._src.deploy.admission import NO_EPOCH, sign_request
 from fedrecon._src.deploy.messages import OK, Envelope, pack, unpack
-from fedrecon._src.deploy.node_keys import NO_EPOCH, sign_request
 from fedrecon._src.deploy.sums import no_users
 
 WAIT = 20

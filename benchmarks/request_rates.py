@@ -21,11 +21,11 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fedrecon._src.deploy import certificates, node_keys
+from fedrecon._src.deploy import admission, certificates
+from fedrecon._src.deploy.admission import issue_token
 from fedrecon._src.deploy.devices import DeviceApi, OpenRound, ServedPlan
 from fedrecon._src.deploy.http_server import Limits, Service, Tls, run_server, run_service
 from fedrecon._src.deploy.tasks import Api, TaskBoard
-from fedrecon._src.deploy.tokens import issue_token
 from fedrecon._src.privacy.secure_sum.two_servers import Spool
 
 CHECK_INS, REPORTS, SIZES = 2000, 300, (150_000, 600_000)
@@ -57,15 +57,15 @@ def served_plan(length, dtype, reports_per_day):
 
 def node_jobs():
     """Yield jobs of a node that signs its requests."""
-    node_keys.REQUESTS_PER_SECOND = node_keys.BURST = 1e9
+    admission.REQUESTS_PER_SECOND = admission.BURST = 1e9
     key, board = Ed25519PrivateKey.generate(), TaskBoard()
-    number = board.number_of(node_keys.public_bytes(key))
+    number = board.number_of(admission.public_bytes(key))
     plan = served_plan(1, "float32", 1)
-    api = Api(plan, board, node_keys.Verifier(None), Limits(max(SIZES)))
+    api = Api(plan, board, admission.Verifier(None), Limits(max(SIZES)))
 
     def sign(method, path, data=b""):
         digest = hashlib.sha256(data).hexdigest()
-        return write_request(method, path, node_keys.sign_request(key, method, path, digest, api.verifier.epoch), data)
+        return write_request(method, path, admission.sign_request(key, method, path, digest, api.verifier.epoch), data)
 
     for size in SIZES:
         data = os.urandom(size)

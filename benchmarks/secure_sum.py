@@ -28,8 +28,8 @@ import numpy as np
 import fedrecon as fr
 from deployment import fedrecon, free_port, launch, memory_of, rounds_done, stop
 from fedrecon._src.algorithms.rounds import total_shapes
+from fedrecon._src.deploy.admission import issue_token, read_secret
 from fedrecon._src.deploy.certificates import make_helper, make_node, make_token_secret, read_helper
-from fedrecon._src.deploy.tokens import issue_token, read_secret
 from fedrecon._src.privacy import secure_sum as ss
 from fedrecon._src.privacy.secure_sum import two_servers
 from fedrecon_device.sealing import make_report

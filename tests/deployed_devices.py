@@ -19,13 +19,13 @@ from deployed import deployed
 from device_models import default_model
 from fedrecon._src.algorithms.algorithm import with_params
 from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.deploy.admission import Verifier, public_bytes
 from fedrecon._src.deploy.device_rounds import Start, serve_devices
 from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service
 from fedrecon._src.deploy.node import Memory
-from fedrecon._src.deploy.node_keys import Verifier, public_bytes
 from fedrecon._src.device.model_bundle import _ratings_parts
 from fedrecon._src.device.web_page import page_files
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, read_sum_plan

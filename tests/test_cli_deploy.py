@@ -383,8 +383,8 @@ def test_device_options_that_do_not_fit_together(options, message, tmp_path, mon
 
 
 def test_keys_makes_a_secret_for_tokens_and_keys_of_a_helper_once(tmp_path, capsys):
+    from fedrecon._src.deploy.admission import read_secret
     from fedrecon._src.deploy.certificates import read_helper
-    from fedrecon._src.deploy.tokens import read_secret
 
     assert main(["keys", str(tmp_path), "--tokens", "--helper"]) == 0
     assert len(read_secret(tmp_path / "tokens.key")) == 32

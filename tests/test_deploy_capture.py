@@ -11,9 +11,9 @@ import fedrecon as fr
 from deployed import Processes, config_of, write_ratings
 from fedrecon._src.core.wire import WireError, from_bytes
 from fedrecon._src.deploy import certificates
+from fedrecon._src.deploy.admission import read_registry
 from fedrecon._src.deploy.http_server import Limits, Tls
 from fedrecon._src.deploy.messages import MAGIC, largest_message, unpack, unpack_pair
-from fedrecon._src.deploy.node_keys import read_registry
 from fedrecon._src.deploy.tasks import serve_tasks
 from fedrecon._src.recommend.config import Data, Reconstruct
 from fedrecon._src.recommend.tasks import Items

@@ -27,13 +27,13 @@ from deployed import free_port
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.factories import recipe_of
-from fedrecon._src.deploy import device_rounds, devices, tokens
+from fedrecon._src.deploy import admission, device_rounds, devices
+from fedrecon._src.deploy.admission import Verifier, public_bytes
 from fedrecon._src.deploy.device_rounds import serve_devices
 from fedrecon._src.deploy.devices import DeviceApi, OpenRound, read_served_plan
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server
 from fedrecon._src.deploy.http_server import run_service
-from fedrecon._src.deploy.node_keys import Verifier, public_bytes
 from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, read_sum_plan
 from fedrecon._src.storage.atomic import StorageError
@@ -151,7 +151,7 @@ def refusal(response):
 
 def test_a_token_by_hand():
     # base64url(HMAC-SHA256(00 01 .. 1f, "fedrecon-token v1.phone-7.4102444800"))
-    assert tokens.device_of(SECRET, "v1.phone-7.4102444800.haC0W8X3XZlNa5MQzglju8QVNgo9j6xNi_E9a_uhMsc") == "phone-7"
+    assert admission.device_of(SECRET, "v1.phone-7.4102444800.haC0W8X3XZlNa5MQzglju8QVNgo9j6xNi_E9a_uhMsc") == "phone-7"
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_a_token_by_hand():
 )
 def test_tokens_that_admit_nobody(token, problem, opened):
     time.sleep(1.1 if problem == "expired-token" else 0)
-    with pytest.raises(tokens.AdmissionError) as caught:
-        tokens.device_of(SECRET, token)
+    with pytest.raises(admission.AdmissionError) as caught:
+        admission.device_of(SECRET, token)
     assert caught.value.reason == problem
     http = opened[0]
     for path in ("/v1/plan", "/v1/check-in", "/v1/broadcasts/" + "0" * 64):
@@ -192,7 +192,7 @@ def test_a_device_may_not_flood_whatever_its_number_of_tokens(opened):
 
 
 def test_a_budget_of_requests_fills_up_again():
-    budgets = tokens.Budgets(per_second=20.0, burst=2.0)
+    budgets = admission.Budgets(per_second=20.0, burst=2.0)
     assert [budgets.spend("a") for _ in range(3)] == [True, True, False]
     assert budgets.spend("b")
     time.sleep(0.06)  # worth one request

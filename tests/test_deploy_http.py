@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from jsonschema import validate
 
 from deployed import config_of, plan_of
-from fedrecon._src.deploy import node_keys, tasks
+from fedrecon._src.deploy import admission, tasks
+from fedrecon._src.deploy.admission import FIELDS, AdmissionError, Verifier, public_bytes, sign_request
 from fedrecon._src.deploy.http_server import Limits
 from fedrecon._src.deploy.messages import Envelope
-from fedrecon._src.deploy.node_keys import FIELDS, Verifier, public_bytes, sign_request
 from fedrecon._src.deploy.tasks import Api, TaskBoard
-from fedrecon._src.deploy.tokens import AdmissionError
 from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.recommend.config import Data, Reconstruct
 
@@ -155,8 +154,8 @@ def test_a_report_beyond_the_plans_size_is_refused_before_it_is_read(server):
 
 
 def test_a_key_that_asks_too_often_is_slowed_down(monkeypatch):
-    monkeypatch.setattr(node_keys, "BURST", 5.0)
-    monkeypatch.setattr(node_keys, "REQUESTS_PER_SECOND", 1e-6)
+    monkeypatch.setattr(admission, "BURST", 5.0)
+    monkeypatch.setattr(admission, "REQUESTS_PER_SECOND", 1e-6)
     verifier = Verifier(None)
 
     def knock():
@@ -171,14 +170,14 @@ def test_a_key_that_asks_too_often_is_slowed_down(monkeypatch):
 
 def test_nonces_are_kept_as_long_as_their_request_could_count(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(node_keys.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
     verifier = Verifier(None)
     first = sign_request(NORTH, "GET", "/", "0" * 64, verifier.epoch, clock=lambda: time.time() + 290)
     verifier.check("GET", "/", first)
     for second in range(100):
         now[0] = 10.0 * second
         verifier.check("GET", "/", sign_request(NORTH, "GET", "/", "0" * 64, verifier.epoch))
-        if now[0] <= 2 * node_keys.MAX_CLOCK_SKEW:
+        if now[0] <= 2 * admission.MAX_CLOCK_SKEW:
             with pytest.raises(AdmissionError, match="before"):
                 verifier.check("GET", "/", first)
     assert 61 <= sum(map(len, verifier._nonces)) <= 91

@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from deployed import ITEMS, Processes, config_of, files_of, free_port, node_of, plan_of, simulated
 from fedrecon._src.deploy import certificates, http_client, tasks
+from fedrecon._src.deploy.admission import read_private_key, read_registry
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
 from fedrecon._src.deploy.http_server import Limits, Tls
 from fedrecon._src.deploy.messages import Envelope, unpack
-from fedrecon._src.deploy.node_keys import read_private_key, read_registry
 from fedrecon._src.deploy.tasks import serve_tasks
 from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.recommend.saved_models import open_model

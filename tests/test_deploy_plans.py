@@ -14,7 +14,7 @@ import fedrecon as fr
 from deployed import ITEMS, config_of, deployed, files_of, grid_of, plan_of, ratings_rows, simulated, write_ratings
 from fedrecon._src.app.cli import join, main
 from fedrecon._src.core.display import silent
-from fedrecon._src.deploy import node_keys
+from fedrecon._src.deploy import admission
 from fedrecon._src.deploy.coordinator import ROUND_ZERO
 from fedrecon._src.deploy.messages import Envelope, largest_message, pack, unpack
 from fedrecon._src.deploy.sums import length_of, shapes_of
@@ -242,7 +242,7 @@ def signing_keys():
 
 
 def lines_of(keys):
-    return tuple(f"{node_keys._public_line(key)} n{k}" for k, key in enumerate(keys))
+    return tuple(f"{admission._public_line(key)} n{k}" for k, key in enumerate(keys))
 
 
 def signing_node(plan, file, key, known=None):

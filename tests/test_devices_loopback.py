@@ -25,9 +25,9 @@ from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.app.cli import main
 from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.deploy.admission import issue_token, read_secret
 from fedrecon._src.deploy.certificates import read_helper
 from fedrecon._src.deploy.devices import read_served_plan
-from fedrecon._src.deploy.tokens import issue_token, read_secret
 from fedrecon._src.privacy.secure_sum.two_servers import read_sum_plan
 from fedrecon_device import Bundle, BundleError, Participant, ParticipationError
 from fedrecon_device.sealing import RECORD, expand, open_seed, unpack

@@ -137,7 +137,7 @@ class Demo:
     @property
     def secret(self) -> bytes:
         """With which tokens are issued."""
-        from fedrecon._src.deploy.tokens import read_secret
+        from fedrecon._src.deploy.admission import read_secret
 
         return read_secret(self.keys / "tokens.key")
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from fedrecon._src.deploy.admission import issue_token as issue_token
 from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan as AlgorithmPlan
 from fedrecon._src.deploy.algorithm_plan import plan_for as plan_for
 from fedrecon._src.deploy.coordinator import ServeResult as ServeResult
@@ -17,7 +18,6 @@ from fedrecon._src.deploy.registry import NotEnoughNodes as NotEnoughNodes
 from fedrecon._src.deploy.registry import Pace as Pace
 from fedrecon._src.deploy.settings_plan import SettingsPlan as SettingsPlan
 from fedrecon._src.deploy.settings_plan import make_plan as make_plan
-from fedrecon._src.deploy.tokens import issue_token as issue_token
 from fedrecon._src.deploy.transport import Clock as Clock
 from fedrecon._src.deploy.transport import Grid as Grid
 from fedrecon._src.deploy.transport import InProcess as InProcess

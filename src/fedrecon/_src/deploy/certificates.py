@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.deploy.tokens import SECRET_BYTES
+from fedrecon._src.deploy.admission import SECRET_BYTES
 from fedrecon._src.storage.atomic import write_bytes, write_errors
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ def serve(
         facts = begin_run(folder, plan.digest, {**subject, "seed": plan.seed, "privacy": privacy}, resume)
         nodes = _Nodes(plan, Channel(grid, clock), pace or Pace(), facts["deployment"]["run"], say)
         nodes.repeated = len(facts["resumed"])
-        training = nodes.begin(folder)  # nothing is learned yet
+        training = nodes.begin(folder)  # an interruption until here leaves nothing to save
         interrupted = False
         try:
             nodes.run(on_record)
@@ -160,15 +160,10 @@ class Training:
         self, facts: Mapping[str, Any], interrupted: bool, test: Evaluation | None = None, failed: str | None = None
     ) -> ServeResult:
         """Describe the run in its folder, and return what it leaves."""
-        ended = {
-            "ended": timestamp(),
-            "rounds": self.done,
-            "interrupted": interrupted,
-            "failed": failed,
-            "test": test.summary() if test else None,
-        }
-        self.folder.describe({**facts, **ended})
-        return ServeResult(self.params(), self.history, self.done, test, failed, interrupted)
+        result = ServeResult(self.params(), self.history, self.done, test, failed, interrupted)
+        ended = {name: getattr(result, name) for name in ("rounds", "interrupted", "failed")}
+        self.folder.describe({**facts, **ended, "ended": timestamp(), "test": test.summary() if test else None})
+        return result
 
 
 class _Nodes(NodeRegistry):

@@ -120,26 +120,25 @@ def serve_devices(
       StorageError: the folder holds another run, or the plan is for another algorithm.
       ValueError: a round would have more reports than its sum has room for.
     """
-    if (actual := digest_of(start.algorithm)) != api.plan.algorithm:
-        raise StorageError(f"the plan is for the algorithm {api.plan.algorithm[:16]}, and this is {actual[:16]}")
-    if pace.per_round is not None and api.plan.clients is not None and pace.per_round > api.plan.clients:
-        limit = f"{api.plan.clients}, for which the plan's sums have room"
-        raise ValueError(f"--per-round must be at most {limit} (got {pace.per_round})")
-    if api.plan.per_round is not None and pace.per_round not in (None, api.plan.per_round):
-        reason = f"{api.plan.per_round}, by which the plan divides sums with noise"
-        raise ValueError(f"--per-round must be {reason} (got {pace.per_round})")
-    if (helper is None) != (api.plan.sums is None):
+    plan, reports = api.plan, pace.per_round
+    if (actual := digest_of(start.algorithm)) != plan.algorithm:
+        raise StorageError(f"the plan is for the algorithm {plan.algorithm[:16]}, and this is {actual[:16]}")
+    if reports is not None and plan.clients is not None and reports > plan.clients:
+        raise ValueError(f"--per-round must be at most {plan.clients}, for which sums have room (got {reports})")
+    if plan.per_round is not None and reports not in (None, plan.per_round):
+        raise ValueError(f"--per-round must be {plan.per_round}, by which the plan divides noisy sums (got {reports})")
+    if (helper is None) != (plan.sums is None):
         raise ValueError(f"`helper` must be {'given' if helper is None else 'None'}: the plan says how sums are made")
     with folder.lock():
-        noise = _noise_of(api.plan, start.algorithm, pace, say)
-        facts = begin_run(folder, api.plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, resume)
+        noise = _noise_of(plan, start.algorithm, pace, say)
+        facts = begin_run(folder, plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, resume)
         api.run, api.folder = facts["deployment"]["run"], folder.path
         training = Training(start.algorithm, folder, facts["seed"], noised=noise is not None, params=start.params)
         api.done = training.done
         rounds = _Rounds(api, training, helper, pace, say)
         interrupted = False
         try:
-            while training.done < api.plan.rounds:
+            while training.done < plan.rounds:
                 on_record(rounds.run_next())
         except KeyboardInterrupt:
             interrupted = True

@@ -5,7 +5,7 @@
     GET /v1/broadcasts/{sha256}          what a round begins with; immutable
     PUT /v1/rounds/{n}/reports/{ticket}  the report; 201, or 200 if it was received before
 
-Every request has a token (`tokens`). Reports go to a file in the run's folder, so memory does not grow with them. A
+Every request has a token (`admission`). Reports go to a file in the run's folder, so memory does not grow with them. A
 round has one batch, whose reports outlive a restart: what a device has sent is not sent again.
 """
 
@@ -30,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from fedrecon._src.core.checks import check_number, explain_validation
+from fedrecon._src.deploy.admission import AdmissionError, Budgets, device_of
 from fedrecon._src.deploy.http_server import (
     ROUNDS,
     Limits,
@@ -40,8 +41,8 @@ from fedrecon._src.deploy.http_server import (
 )
 from fedrecon._src.deploy.registry import MAX_SECONDS
 from fedrecon._src.deploy.tasks import DIGEST, MAC_BYTES, NAME_BYTES, NodeTask
-from fedrecon._src.deploy.tokens import AdmissionError, Budgets, device_of
 from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, read_sum_plan
+from fedrecon._src.server.fixed_point import ClientNoise
 from fedrecon._src.storage.atomic import StorageError, read_bytes
 
 MOST_PLAN = 2**24  # bytes
@@ -73,7 +74,7 @@ class ServedPlan:
       reports_per_day: the most that one device may send.
       sums: what the helper knows of it; None if sums are open.
       clients: the most reports that the ring has room for; None if sums are not those of a ring.
-      divisor: with noise: what sums are divided by; None without.
+      added: the fields of `ClientNoise`, what devices add together; None without.
       variance: of the noise that a device adds; None without.
       delta: of what the noise promises; None without.
       left_out: where the whole vector has numbers that devices do not send, since the server leaves what they are
@@ -90,7 +91,7 @@ class ServedPlan:
     least: Annotated[Count, _at("sum", "least")]
     reports_per_day: Annotated[Count, _at("limits", "reports_per_day")]
     clients: Annotated[int | None, _at("aggregator", "settings", "clients")] = None
-    divisor: Annotated[float | None, _at("aggregator", "settings", "noise", 1)] = None
+    added: Annotated[tuple[float, float, int, Any, bool] | None, _at("aggregator", "settings", "noise")] = None
     variance: Annotated[float | None, _at("noise", "variance")] = None
     delta: Annotated[float | None, _at("noise", "delta")] = None
     left_out: Annotated[tuple[tuple[int, int], ...], _at("vector", "left_out")] = ()
@@ -100,7 +101,7 @@ class ServedPlan:
     @property
     def per_round(self) -> int | None:
         """With noise: how many reports close a round; None without."""
-        return None if self.divisor is None else max(round(self.divisor), self.least)
+        return None if self.added is None else max(round(ClientNoise(*self.added).per_round), self.least)
 
     def complete(self, total: np.ndarray) -> np.ndarray:
         """Return a sum of vectors with zeros where devices send nothing."""

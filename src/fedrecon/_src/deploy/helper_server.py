@@ -4,7 +4,7 @@
     POST /v1/rounds/{n}/batches/{batch}  ids and sealed seeds; the answer says which are in the sum, and has the sum of
                                          their masks
 
-A batch is asked for with the coordinator's signature (`node_keys`), and with `?run=RUN&broadcast=SHA256`: the training,
+A batch is asked for with the coordinator's signature (`admission`), and with `?run=RUN&broadcast=SHA256`: the training,
 and what all devices of the batch were sent.
 """
 
@@ -17,8 +17,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from fedrecon._src.deploy.admission import Verifier
 from fedrecon._src.deploy.http_server import Limits, RequestError, Service, authenticate, round_number
-from fedrecon._src.deploy.node_keys import Verifier
 from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal
 from fedrecon._src.privacy.secure_sum.two_servers import Helper, TooFewReports
 from fedrecon_device.sealing import RECORD
@@ -50,7 +50,7 @@ class HelperApi(Service):
             raise RequestError(404, "no-batch", "a batch has 32 hexadecimal digits, and `run` names the training")
         if not re.fullmatch("[0-9a-f]{64}", broadcast):
             raise RequestError(404, "no-broadcast", "`broadcast` is the SHA-256 of what devices got, 64 digits")
-        records = await self.read_signed_body(request, key, digest)
+        records = await self.read_body(request, key, digest)
         try:
             arguments = (run, number, bytes.fromhex(batch), records, broadcast)
             async with self._lock:

@@ -19,9 +19,8 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from fedrecon._src.core.display import Say
-from fedrecon._src.deploy.node_keys import FIELDS, NO_EPOCH, sign_request
+from fedrecon._src.deploy.admission import FIELDS, NO_EPOCH, RefusalError, sign_request
 from fedrecon._src.deploy.tasks import NodeTask
-from fedrecon._src.deploy.tokens import Refused
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -45,7 +44,7 @@ class JoinError(ValueError):
     """A permanent error: this node cannot join, and a retry would not help."""
 
 
-class Conflict(Refused):
+class Conflict(RefusalError):
     """The server refuses what is asked of it, for a reason that its state gives."""
 
 

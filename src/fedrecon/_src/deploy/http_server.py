@@ -32,8 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fedrecon._src.deploy.node_keys import Verifier
-from fedrecon._src.deploy.tokens import AdmissionError
+from fedrecon._src.deploy.admission import AdmissionError, Verifier
 
 log = logging.getLogger(__name__)
 KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
@@ -151,8 +150,14 @@ class Service:
                 async for _ in request.stream():
                     pass
 
-    async def read_body(self, request: Request, sender: Hashable) -> bytes:
-        """Read what a request sends, within the limits; one at a time of a sender, so that memory is bounded."""
+    async def read_body(self, request: Request, sender: Hashable, digest: str | None = None) -> bytes:
+        """Read what a request sends, within the limits; one at a time of a sender, so that memory is bounded.
+
+        Args:
+          request: whose body is read.
+          sender: who sends it.
+          digest: its SHA-256, if that was signed.
+        """
         length = _content_length(request)
         if length is None:
             raise RequestError(411, "no-length", "a report needs a Content-Length")
@@ -164,18 +169,14 @@ class Service:
         request.state.is_read = True
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                return await request.body()  # never more than was announced: the HTTP parser checks it
+                body = await request.body()  # never more than was announced: the HTTP parser checks it
         except TimeoutError:
             raise RequestError(408, "slow", f"a report may take {self.limits.body_seconds:g} s") from None
         except ClientDisconnect:
             raise RequestError(400, "cut-off", "the connection ended before the report") from None
         finally:
             self._uploading.discard(sender)
-
-    async def read_signed_body(self, request: Request, sender: Hashable, digest: str) -> bytes:
-        """Read what a signed request sends, and compare it with the digest that was signed."""
-        body = await self.read_body(request, sender)
-        if hashlib.sha256(body).hexdigest() != digest:
+        if digest is not None and hashlib.sha256(body).hexdigest() != digest:
             raise RequestError(400, "wrong-digest", "the body does not have the digest that was signed")
         return body
 

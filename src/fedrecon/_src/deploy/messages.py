@@ -16,8 +16,8 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes
+from fedrecon._src.deploy.admission import RefusalError
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.tokens import Refused
 
 MAGIC = b"FRD1"
 MOST_HEADER = 2**14
@@ -28,7 +28,7 @@ TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"
 _LENGTH = struct.Struct(">I")
 
 
-class Failure(Refused):
+class Failure(RefusalError):
     """A message that a node or the server rejects."""
 
 
@@ -54,9 +54,7 @@ class Envelope(NamedTuple):
 
 def pack(message: Envelope) -> bytes:
     """Write a message."""
-    values = {**message._asdict(), "facts": dict(message.facts)}
-    del values["body"]
-    header = json.dumps(values).encode()
+    header = json.dumps({name: value for name, value in message._asdict().items() if name != "body"}).encode()
     return _START.pack(MAGIC, len(header)) + header + message.body
 
 

@@ -21,7 +21,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Say
 from fedrecon._src.core.keys import fresh_key, round_key
 from fedrecon._src.core.wire import WireError, to_bytes
-from fedrecon._src.deploy import node_keys, plan_privacy
+from fedrecon._src.deploy import admission, plan_privacy
 from fedrecon._src.deploy.messages import (
     MOST_HEADER,
     OK,
@@ -265,7 +265,7 @@ class Node:
             if not self.accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
         try:
-            number = node_keys.number_in_plan(plan, self.key, self.trusted)
+            number = admission.number_in_plan(plan, self.key, self.trusted)
         except ValueError as error:
             raise Failure("not_accepted", str(error)) from None
         node_data = self.read(plan)
@@ -422,7 +422,7 @@ class Node:
         (purpose, number, state), plan = member.secure_sum, member.plan
         member.secure_sum = None  # a state is for one step, even if that fails
         if message.kind == "share":
-            state, reply = secure_sum.share(state, message.body, verify_keys=node_keys.verify_keys(plan))
+            state, reply = secure_sum.share(state, message.body, verify_keys=admission.verify_keys(plan))
         elif message.kind == "mask":
             delivery, body = unpack_pair(message.body)
             value = self._compute(member, purpose, number, body)

@@ -78,21 +78,16 @@ def noise_rules(plan: Plan) -> Iterator[Rule]:
     if release is None:
         return
     each = release(parts_of(plan.algorithm))
-    alone = "must be the number of users of all nodes together: noise hides a user among others"
-    yield Rule(plan.users < 2, "users", alone)
-    reveals = "must be 1 with noise: leaving out small nodes would reveal that they are small"
-    yield Rule(plan.least_users > 1, "least_users", reveals)
-    turns = "cannot have correlated noise: it needs clients that take turns, which nodes do not promise"
-    yield Rule(each.apart is not None, "algorithm", turns)
+    yield Rule(plan.users < 2, "users", "must be the number of users of all nodes together: noise hides one among many")
+    yield Rule(plan.least_users > 1, "least_users", "must be 1 with noise: leaving out a node reveals that it is small")
+    yield Rule(each.apart is not None, "algorithm", "cannot have correlated noise: nodes do not promise to take turns")
     if each.mechanism == "gaussian":
         return
-    bare = "must be on: noise of the nodes protects nobody if the server sees single nodes' sums; use secure sums"
-    yield Rule(not plan.secure, "secure", bare)
-    simulated = "has noise of the nodes that would be simulated; use aggregators.ClientNoise(..., simulated=False)"
-    yield Rule(share is None, "algorithm", simulated)
+    yield Rule(not plan.secure, "secure", "must be on: noise of nodes protects nobody in open sums; use secure sums")
+    yield Rule(share is None, "algorithm", "has noise that would be simulated; use ClientNoise(..., simulated=False)")
     least = 0 if share is None else share.least
-    rule = f"is too low: {least} nodes are needed to add the promised noise"
-    yield Rule(least > plan.least_nodes, "least_nodes", rule)
+    few = f"is too low: {least} nodes are needed to add the promised noise"
+    yield Rule(least > plan.least_nodes, "least_nodes", few)
 
 
 # ---- on the server ----

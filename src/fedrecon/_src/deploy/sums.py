@@ -11,7 +11,7 @@ import numpy as np
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.model import Model, evaluated_names, finish
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.deploy import node_keys
+from fedrecon._src.deploy import admission
 from fedrecon._src.deploy.messages import TRAIN, Envelope, Failure, pack_pair, purpose_of, question_number
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.transport import Channel, Replies, open_reply, read_arrays
@@ -98,7 +98,7 @@ def secure_sum_of(
 
     try:
         hellos = send("advertise", dict.fromkeys(by_number, terms.to_bytes()), stage, purpose=purpose)
-        state, rosters = secure_sum.introduce(terms, hellos, verify_keys=node_keys.verify_keys(plan))
+        state, rosters = secure_sum.introduce(terms, hellos, verify_keys=admission.verify_keys(plan))
         state, deliveries = secure_sum.deliver(state, send("share", rosters, stage))
         bodies = {number: pack_pair(delivery, question.body) for number, delivery in deliveries.items()}
         state, requests = secure_sum.collect(state, send("mask", bodies, seconds))

@@ -5,7 +5,7 @@
     GET /v1/broadcasts/{sha256}          a task's message; immutable
     PUT /v1/rounds/{n}/reports/{ticket}  the answer; 201, or 200 if it was received before
 
-Every request is signed (`node_keys`).
+Every request is signed (`admission`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from fedrecon._src.deploy.admission import Verifier
 from fedrecon._src.deploy.http_server import (
     ROUNDS,
     Limits,
@@ -39,7 +40,6 @@ from fedrecon._src.deploy.http_server import (
     round_number,
     run_service,
 )
-from fedrecon._src.deploy.node_keys import Verifier
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.transport import Reply
 
@@ -315,7 +315,7 @@ class Api(Service):
         number, ticket = round_number(request), request.path_params["ticket"]
         state = self.board.state(node, number, ticket)
         if state == "open":
-            data = await self.read_signed_body(request, node, digest)
+            data = await self.read_body(request, node, digest)
             state = self.board.report(node, number, ticket, data)
         if state == "forged":
             raise RequestError(404, state, "the coordinator gave this node no such ticket")

@@ -195,8 +195,8 @@ class Channel(NamedTuple):
         replies, began = Replies(), self.clock.monotonic()
         waiting: dict[Any, int] = {}
         checked, absent = 0.0, dict[int, float]()  # nodes that are not connected, since when
-        packed = {id(request): request for request in requests.values()}  # most nodes get the same, written once
-        content = {key: pack(request) for key, request in packed.items()}
+        different = {id(request): request for request in requests.values()}  # most nodes get the same, written once
+        content = {key: pack(request) for key, request in different.items()}
         for node, request in requests.items():
             data = content[id(request)]
             waiting[self.grid.send(node, data, seconds, request.round)] = node

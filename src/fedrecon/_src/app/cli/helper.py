@@ -54,10 +54,10 @@ parse = partial(options.parse, Helper, "helper")
 
 def run(args: Helper) -> int:
     """Answer the coordinator until interrupted."""
+    from fedrecon._src.deploy.admission import Verifier, read_registry
     from fedrecon._src.deploy.certificates import check_server, read_helper
     from fedrecon._src.deploy.helper_server import HelperApi
     from fedrecon._src.deploy.http_server import Tls, parse_address, run_service
-    from fedrecon._src.deploy.node_keys import Verifier, read_registry
     from fedrecon._src.privacy.secure_sum.two_servers import Helper as Answers
     from fedrecon._src.privacy.secure_sum.two_servers import read_sum_plan
     from fedrecon._src.storage.ownership import LOCK, file_lock

@@ -91,8 +91,8 @@ def run(args: Join) -> int:
     """Take part until interrupted."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from fedrecon._src.deploy.admission import read_private_key
     from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server, run_node
-    from fedrecon._src.deploy.node_keys import read_private_key
     from fedrecon._src.deploy.transport import answer_socket
     from fedrecon._src.storage.ownership import LOCK, file_lock
 
@@ -132,9 +132,9 @@ def run(args: Join) -> int:
 
 def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) -> Node:
     """Return the node that an operator's options describe."""
+    from fedrecon._src.deploy.admission import read_public_keys
     from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan, import_algorithm
     from fedrecon._src.deploy.node import Memory, Node
-    from fedrecon._src.deploy.node_keys import read_public_keys
     from fedrecon._src.deploy.settings_plan import SettingsPlan
 
     algorithm, clients = (None, None) if args.algorithm is None else import_algorithm(args.algorithm, args.source)

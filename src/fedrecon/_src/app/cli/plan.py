@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> MakePlan:
 
 def run(args: MakePlan) -> int:
     """Write the plan and describe it."""
-    from fedrecon._src.deploy.node_keys import read_public_keys
+    from fedrecon._src.deploy.admission import read_public_keys
     from fedrecon._src.deploy.plan import describe
     from fedrecon._src.deploy.settings_plan import make_plan
     from fedrecon._src.recommend.tasks.ratings import read_items

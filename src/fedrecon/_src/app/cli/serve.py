@@ -214,13 +214,12 @@ def _open_grid(args: Serve, plan: Plan) -> Iterator[tuple[Grid, Clock, Mapping[s
 
 def _run_devices(args: Serve) -> int:
     """Train over devices."""
+    from fedrecon._src.deploy.admission import read_private_key, read_secret
     from fedrecon._src.deploy.device_rounds import open_start, serve_devices
     from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
     from fedrecon._src.deploy.http_client import Connection, parse_server
     from fedrecon._src.deploy.http_server import Limits, parse_address, run_service
-    from fedrecon._src.deploy.node_keys import read_private_key
     from fedrecon._src.deploy.registry import Pace
-    from fedrecon._src.deploy.tokens import read_secret
     from fedrecon._src.storage.run_folder import RunFolder
 
     devices, plan = args.devices, read_served_plan(args.plan)
@@ -317,7 +316,7 @@ def _show_outcome(args: Serve, plan: Plan, outcome: ServeResult) -> int:
 
 def _files(args: Serve) -> tuple[Tls | None, dict[bytes, str] | None]:
     """Return the certificates and the node registry; None for both with --insecure."""
-    from fedrecon._src.deploy.node_keys import read_registry
+    from fedrecon._src.deploy.admission import read_registry
 
     if args.insecure:
         return None, None
