@@ -8,7 +8,7 @@ import pytest
 
 import fedrecon as fr
 from fedrecon._src.app.cli import main
-from fedrecon._src.app.tuning import CLICKS_SPACE
+from fedrecon._src.app.tuning import SPACES
 from fedrecon._src.core.display import silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.recommend import ranking
@@ -172,7 +172,7 @@ def test_tuning_tries_settings_on_validation_users(folder, capsys):
     small = [*OPTIONS, "--rounds", "4", "--trials", "1"]
     assert main(["tune", str(folder / "clicks.csv"), "--task", "clicks", "--out", str(out), *small]) == 0
     [trial] = json.loads((out / "trials.json").read_text())
-    assert set(trial["values"]) == set(CLICKS_SPACE)
+    assert set(trial["values"]) == set(SPACES["clicks"])
     assert 0 < trial["value"] <= 1
     assert "NDCG@100 on validation users" in (out / "report.md").read_text()
     assert json.loads((out / "config.json").read_text())["task"] == "clicks"

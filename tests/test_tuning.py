@@ -10,7 +10,7 @@ import fedrecon as fr
 from fedrecon._src.app import tuning
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
-from fedrecon._src.app.tuning import SPACE, Trial, Tuned, seconds_of, what_mattered
+from fedrecon._src.app.tuning import SPACES, Trial, Tuned, seconds_of, what_mattered
 from fedrecon._src.recommend.config import Data, RatingsConfig
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def tuned(tmp_path_factory):
 def test_tuning_leaves_settings_trials_a_report_and_a_picture(tuned):
     trials = json.loads((tuned / "tuned" / "trials.json").read_text())
     assert len(trials) == 2
-    assert set(trials[0]["values"]) == set(SPACE)
+    assert set(trials[0]["values"]) == set(SPACES["ratings"])
     assert trials[0]["finished"]
     report = (tuned / "tuned" / "report.md").read_text()
     assert "fedrecon train --config" in report
@@ -96,10 +96,10 @@ def test_tuning_needs_rounds(tuned, tmp_path, capsys):
 def test_an_interrupted_tuning_keeps_what_it_found(tuned, tmp_path, monkeypatch, capsys):
     first = tuning._Bench.measure
 
-    def measure(self, values, *rest):
-        if self._finished:
+    def measure(self, values, trial, *rest):
+        if trial.number:
             raise KeyboardInterrupt
-        return first(self, values, *rest)
+        return first(self, values, trial, *rest)
 
     monkeypatch.setattr("fedrecon._src.app.tuning._Bench.measure", measure)
     options = ["--rounds", "4", "--jax-devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
@@ -139,7 +139,7 @@ def test_what_goes_with_the_error_is_found():
     rng = np.random.default_rng(0)
 
     def values(prior):
-        drawn = {path: rng.choice(len(space)) + 1.0 for path, space in SPACE.items()}
+        drawn = {path: rng.choice(len(space)) + 1.0 for path, space in SPACES["ratings"].items()}
         return drawn | {"model.prior": prior}
 
     trials = [Trial(values(2.0**k), 1 + k, finished=True) for k in range(30)]

@@ -16,9 +16,9 @@ from jax import Array
 from fedrecon._src.client.update import Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.keys import client_keys
-from fedrecon._src.core.model import Batch, Model, shapes_of
+from fedrecon._src.core.model import Batch, Model, metric_names, shapes_of
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
-from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, broadcast_clients, summand_of
+from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, broadcast_clients, no_total, summand_of
 from fedrecon._src.server.aggregator import Aggregator, Report
 from fedrecon._src.server.averaging import all_finite
 
@@ -224,23 +224,23 @@ def encode(algorithm: Algorithm, message: RoundMessage, upload: Upload, keys: Ar
     return algorithm.aggregator.encode(message.aggregator, summand_of(upload), encoding_keys)
 
 
-def summand_shapes(algorithm: Algorithm, state: ServerState, metrics: int) -> Any:
-    """Return the shapes of one client's summand, with all parts whole.
+def empty_total(algorithm: Algorithm, state: ServerState) -> Total:
+    """Return the total of no clients, with all parts whole.
 
     Args:
       algorithm: what is trained.
       state: the server's state.
-      metrics: how many metrics the model has, the loss included.
     """
     parts = {
         name: {path: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for path, leaf in part.items()}
         for name, part in algorithm.method.parts(state.method).items()
     }
+    metrics = len(metric_names(algorithm.model))
     examples, sums = jax.eval_shape(lambda: (jnp.zeros(1), jnp.zeros((1, metrics, 2))))
     upload = Upload(parts, examples, sums)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     message = jax.eval_shape(algorithm.message, state)
-    return jax.eval_shape(functools.partial(encode, algorithm), message, upload, keys)
+    return no_total(jax.eval_shape(functools.partial(encode, algorithm), message, upload, keys))
 
 
 def finish_round(algorithm: Algorithm, state: ServerState, total: Total, key: Array) -> tuple[ServerState, Report]:

@@ -18,15 +18,14 @@ from fedrecon._src.algorithms.algorithm import (
     Algorithm,
     RoundMessage,
     ServerState,
+    empty_total,
     encode,
     finish_round,
-    summand_shapes,
 )
 from fedrecon._src.algorithms.validation import features_of
 from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Lengths, Needs, Packer
 from fedrecon._src.core.keys import as_number, client_keys, fresh_key, run_keys, words_of
-from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.upload import Total, Upload, add, no_total
 from fedrecon._src.server.aggregator import Report
 
@@ -403,10 +402,4 @@ def total_shapes(algorithm: Algorithm) -> Total:
     Args:
       algorithm: what is trained.
     """
-    metrics = len(metric_names(algorithm.model))
-
-    def run() -> Total:
-        state = algorithm.init(jax.random.key(0))
-        return no_total(summand_shapes(algorithm, state, metrics))
-
-    return jax.eval_shape(run)
+    return jax.eval_shape(lambda: empty_total(algorithm, algorithm.init(jax.random.key(0))))

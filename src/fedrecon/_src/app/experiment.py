@@ -44,6 +44,7 @@ from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.simulation.multihost import (
     broadcast,
     check_same,
+    count_cores,
     is_first_process,
     share_folder,
     small_loops,
@@ -177,9 +178,8 @@ def start_same_devices(config: Config, folder: RunFolder, earlier: dict[str, Any
     devices = _devices_per_process(resumed["layout"]) if resumed else config.jax_devices
     with _as_it_began(folder, resumed):
         start_jax_devices(devices, small_loops=config.small_loops)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     on_cpu = resumed is not None and resumed["layout"].get("platform") == "cpu"
-    if on_cpu and devices != cores and not jax.distributed.is_initialized():
+    if on_cpu and devices != (cores := count_cores()) and not jax.distributed.is_initialized():
         reason = "the last bits of its results depend on it"
         say(f"continues with {devices} devices, as it began, although this machine has {cores} cores: {reason}")
 
@@ -310,11 +310,10 @@ def _run(
     test: Evaluation | None = None
     table: Table = {}
     if not run.interrupted and len(users.test):
-        on_test = evaluator and evaluator.on(users.test)
-        on_test = on_test or make_evaluator(config, algorithm, users, options["layout"], "test")
-        if on_test:
-            test = on_test(run.params, progress=progress)
-            test = task.add_metrics(config, algorithm, run.params, users.test, test)
+        on_test = evaluator or make_evaluator(config, algorithm, users, options["layout"], "test")
+        assert on_test is not None  # there are test users
+        test = on_test.on(users.test)(run.params, progress=progress)
+        test = task.add_metrics(config, algorithm, run.params, users.test, test)
         if is_first_process():
             # Baselines are exact sums over the training users, so those of a private run know only what it released.
             table = task.baselines(config, ready.legend, None if config.privacy.on else users.train, users.test)

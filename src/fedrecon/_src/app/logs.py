@@ -65,14 +65,9 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
     Args:
       record: of a round or an evaluation, as in `metrics.jsonl`.
     """
-    if record["kind"] == "round":
-        return {f"train/{name}": float(value) for name, value in record.items() if _is_number(name, value)}
-    whole = {name: value for name, value in record.items() if _is_number(name, value)}
-    return {f"valid/{name}": float(value) for name, value in {**whole, **record["micro"]}.items()}
-
-
-def _is_number(name: str, value: Any) -> bool:
-    return name != "round" and isinstance(value, (bool, int, float))
+    kind, values = ("train", record) if record["kind"] == "round" else ("valid", {**record, **record["micro"]})
+    numbers = {name: value for name, value in values.items() if name != "round" and isinstance(value, int | float)}
+    return {f"{kind}/{name}": float(value) for name, value in numbers.items()}
 
 
 @contextlib.contextmanager
@@ -81,7 +76,6 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any], first: int) -> Itera
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    del settings
     writer = EventFileWriter(str(folder / LOGS))
     # A resumed run begins at its checkpoint: later steps are logged again, and the old ones are dropped.
     writer.add_event(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
@@ -100,7 +94,6 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any], first: int) -> Itera
 def _mlflow(folder: Path, settings: Mapping[str, Any], first: int) -> Iterator[Any]:
     import mlflow
 
-    del first
     with mlflow.start_run(run_name=folder.resolve().name):
         mlflow.log_dict(dict(settings), "settings.json")
         yield lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step)
@@ -110,7 +103,6 @@ def _mlflow(folder: Path, settings: Mapping[str, Any], first: int) -> Iterator[A
 def _wandb(folder: Path, settings: Mapping[str, Any], first: int) -> Iterator[Any]:
     import wandb
 
-    del first
     with wandb.init(project="fedrecon", name=folder.resolve().name, config=dict(settings)) as run:
         # A round and its evaluation are two calls of one step, so the step is a number among the others.
         yield lambda numbers, step: run.log({**numbers, "round": step})

@@ -37,6 +37,7 @@ def learning_curve(
     _draw_loss(left, _column(rounds, "round"), _column(rounds, "loss"))
     _draw_evaluations(right, evaluations, measures)
     for axes in (left, right):
+        axes.grid(alpha=0.25)
         axes.xaxis.get_major_locator().set_params(integer=True)
     write_figure(figure, path)
 
@@ -57,18 +58,16 @@ def _column(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 
 def _draw_loss(axes: Any, rounds: np.ndarray, loss: np.ndarray) -> None:
     axes.set(title="Training clients", xlabel="round", ylabel="loss on query examples")
-    axes.grid(alpha=0.25)
     _mark(axes, rounds[~np.isfinite(loss)], "no finite loss")
     if not np.isfinite(loss).any():
         _say(axes, "no round has a finite loss" if len(loss) else "no rounds")
         return
     window = min(SMOOTHED, len(loss) // 10)
+    faint = {"alpha": 0.25, "linewidth": 0.8} if window > 1 else {"linewidth": 1.8}
+    axes.plot(rounds, loss, color="tab:blue", label="each round", **faint)
     if window > 1:
-        axes.plot(rounds, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="each round")
-        label = f"mean of {window} rounds"
-        axes.plot(rounds, _running_mean(loss, window), color="tab:blue", linewidth=1.8, label=label)
-    else:
-        axes.plot(rounds, loss, color="tab:blue", linewidth=1.8, label="each round")
+        mean = _running_mean(loss, window)
+        axes.plot(rounds, mean, color="tab:blue", linewidth=1.8, label=f"mean of {window} rounds")
     later = loss[len(loss) // 10 :]
     if np.nanmin(loss) > 0 and np.nanmax(later) > EXPLODES * np.nanmin(loss):  # a few rounds would hide all the others
         axes.set_yscale("log")
@@ -101,7 +100,6 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]], measures: Sequence[Measure]) -> None:
     axes.set(title="Validation clients, never trained on", xlabel="round")
-    axes.grid(alpha=0.25)
     if not evaluations:
         _say(axes, "no evaluations")
         return

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,29 +45,27 @@ from fedrecon._src.storage.ownership import lock_study
 Say = Callable[[str], None]
 TRIALS = "trials.json"
 CHECKS = 4  # evaluations of a trial; after each it may be stopped
-UNITS = {"s": 1, "m": 60, "h": 3600}
 
 # What is tried, by the path of the setting: values to choose from, or the ends of a range, searched in logarithms.
-SPACE: Mapping[str, Any] = {
-    "model.dim": (4, 8, 16, 32),
-    "model.prior": [20.0, 2000.0],
-    "model.implicit_prior": [0.2, 50.0],
-    "model.item_traits": (True, False),
-    "reconstruct.ridge": [0.3, 3.0],
-    "server.learning_rate": [0.003, 0.05],
-    "rounds": (100, 200, 400),
+SPACES: Mapping[str, Mapping[str, Any]] = {
+    "ratings": {
+        "model.dim": (4, 8, 16, 32),
+        "model.prior": [20.0, 2000.0],
+        "model.implicit_prior": [0.2, 50.0],
+        "model.item_traits": (True, False),
+        "reconstruct.ridge": [0.3, 3.0],
+        "server.learning_rate": [0.003, 0.05],
+        "rounds": (100, 200, 400),
+    },
+    "clicks": {
+        "model.dim": (32, 64, 128, 256),
+        "model.unobserved": [0.05, 2.0],
+        "model.ridge": [0.1, 10.0],
+        "model.prior": [1.0, 100.0],
+        "server.learning_rate": [0.003, 0.05],
+        "rounds": (30, 60, 120),
+    },
 }
-CLICKS_SPACE: Mapping[str, Any] = {
-    "model.dim": (32, 64, 128, 256),
-    "model.unobserved": [0.05, 2.0],
-    "model.ridge": [0.1, 10.0],
-    "model.prior": [1.0, 100.0],
-    "server.learning_rate": [0.003, 0.05],
-    "rounds": (30, 60, 120),
-}
-
-
-SPACES = {"ratings": SPACE, "clicks": CLICKS_SPACE}
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ class Tuned:
     @property
     def best(self) -> Trial:
         """The best trial of those that were finished."""
-        return min((trial for trial in self.trials if trial.finished), key=lambda trial: self.goal.sign * trial.value)
+        return _best(self.trials, self.goal)
 
 
 def seconds_of(budget: str) -> float:
@@ -138,7 +135,7 @@ def seconds_of(budget: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
     if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"`budget` must be a duration such as 90s, 5m or 1h (got {budget[:30]!r})")
-    return float(match[1]) * UNITS[match[2] or "s"]
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def tune(
@@ -193,65 +190,68 @@ def tune(
     with contextlib.nullcontext() if folder is None else lock_study(Path(folder), "tuning"):
         if folder is not None and (Path(folder) / TRIALS).exists():
             raise StorageError(f"{folder} already contains tuning results; choose another folder")
-        for remark in bench.ready.remarks:
+        ready = bench.prepare(config)
+        for remark in ready.remarks:
             say(remark)
-        tried, interrupted = _search(optuna, bench, length, trials, say)
-        users = bench.ready.users
-        baselines = task.baselines(config, bench.ready.legend, users.train, users.valid)
-        tuned = Tuned(config, tried, baselines, interrupted, _called(config))
-        best = {} if tuned.best is tried[0] else tuned.best.values
-        tuned = dataclasses.replace(tuned, config=change_settings(config, best))
+        tried, interrupted = _search(optuna, bench, trials, say)
+        baselines = task.baselines(config, ready.legend, ready.users.train, ready.users.valid)
+        best = change_settings(config, _best(tried, task.goal).values)
+        tuned = Tuned(best, tuple(tried), baselines, interrupted, _called(config))
         if folder is not None:
             write_tuned(tuned, Path(folder))
     return tuned
 
 
-def _search(optuna: Any, bench: _Bench, length: float, trials: int | None, say: Say) -> tuple[tuple[Trial, ...], bool]:
+def _search(optuna: Any, bench: _Bench, trials: int | None, say: Say) -> tuple[list[Trial], bool]:
     """Try settings until the time is over, the given ones first; also say whether it was interrupted before that."""
     config, goal, spaces = bench.config, task_of(bench.config).goal, SPACES[bench.config.task]
     study = optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    study.enqueue_trial({path: _within(space, get_setting(config, path)) for path, space in spaces.items()})
-
-    def objective(trial: Any) -> float:
-        values = {path: _suggest(trial, path, space) for path, space in spaces.items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DivergenceWarning)  # settings are tried to find out which diverge
-            return bench.measure(values if trial.number else {}, trial, optuna.TrialPruned)
-
-    def tell(study: Any, trial: Any) -> None:
-        tried = _trial(trial, config)
-        is_best = _any_finished(study) and study.best_trial.number == trial.number
-        ending = ", the best so far" if is_best else "" if tried.finished else ", stopped early"
-        what = in_words(tried.values) if trial.number else _called(config)
-        say(f"trial {trial.number + 1}: {goal.title} {tried.value:.4f}{ending} ({what})")
-
-    interrupted = False
+    first = {path: get_setting(config, path) for path in spaces}
+    study.enqueue_trial({path: _within(spaces[path], value) for path, value in first.items()})
+    ranges = {path: _distribution(optuna.distributions, space) for path, space in spaces.items()}
+    tried: list[Trial] = []
     try:
-        study.optimize(objective, n_trials=trials, timeout=length, callbacks=[tell])
+        while not tried or (len(tried) != trials and time.monotonic() < bench.deadline):
+            trial = study.ask(ranges)
+            values = trial.params if tried else first  # which may be outside of the ranges
+            try:
+                ended = study.tell(trial, bench.measure(values, trial, optuna.TrialPruned))
+            except optuna.TrialPruned:
+                ended = study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            error = math.inf if ended.value is None else ended.value
+            tried.append(Trial(values, goal.sign * error, ended.state.name == "COMPLETE"))
+            is_best = _best(tried, goal) is tried[-1]
+            ending = ", the best so far" if is_best else "" if tried[-1].finished else ", stopped early"
+            what = in_words(values) if trial.number else _called(config)
+            say(f"trial {len(tried)}: {goal.title} {tried[-1].value:.4f}{ending} ({what})")
     except KeyboardInterrupt:
-        if not _any_finished(study):
+        if not tried:
             raise
-        interrupted = True  # what was found until then is kept
-    tried = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]
-    return tuple(_trial(trial, config) for trial in tried), interrupted
+        return tried, True  # what was found until then is kept
+    return tried, False
 
 
+def _best(trials: Sequence[Trial], goal: Measure) -> Trial:
+    """Return the best trial of those that were finished, as the first always is."""
+    return min((trial for trial in trials if trial.finished), key=lambda trial: goal.sign * trial.value)
+
+
+@dataclass(frozen=True)
 class _Bench:
-    """Data, and how settings do on it."""
+    """Data, how settings do on it, and until when they are tried."""
 
-    def __init__(self, config: Config, ratings: Ratings, users: Users, deadline: float):
-        self.config, self.ratings, self.users, self._deadline = config, ratings, users, deadline
-        self._finished = 0
-        self._task, self._goal = task_of(config), task_of(config).goal
-        self._items = self._task.legend(config, ratings)
+    config: Config
+    ratings: Ratings
+    users: Users
+    deadline: float
 
-    @functools.cached_property
-    def ready(self) -> Ready:
-        """What training needs with the first settings."""
-        return self._task.prepare(self.config, self.ratings, self.users, self._items)
+    def prepare(self, config: Config) -> Ready:
+        """Return what training needs with some settings."""
+        task = task_of(config)
+        return task.prepare(config, self.ratings, self.users, task.legend(config, self.ratings))
 
     def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
         """Train as `fedrecon train` does with some settings and return the error of what it would keep, or give up.
@@ -260,53 +260,42 @@ class _Bench:
         """
         config = change_settings(self.config, values)
         config = dataclasses.replace(config, evaluate_every=max(1, config.rounds // CHECKS))
-        ready = self._task.prepare(config, self.ratings, self.users, self._items)
+        ready = self.prepare(config)
         algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
         jax_layout = build_layout(config, algorithm.model)
-
-        most = rounds_of(config, ready.users)
+        goal, most = task_of(config).goal, rounds_of(config, ready.users)
 
         def watch(record: dict[str, Any]) -> None:
             now = record["round"]
             if record["kind"] != "evaluation" or now in (0, most):
                 return
             if now < config.rounds:  # later ones have a smaller prior than others had at the same point
-                trial.report(self._error(record), round(CHECKS * now / config.rounds))
-            late = self._finished and time.monotonic() > self._deadline
+                trial.report(_error(record, goal), round(CHECKS * now / config.rounds))
+            late = trial.number and time.monotonic() > self.deadline
             if late or (now < config.rounds and trial.should_prune()):
                 raise pruned
 
         evaluator = make_evaluator(config, algorithm, ready.users, jax_layout)
-        run = train_algorithm(ready, algorithm, evaluator, layout=jax_layout, callbacks=[RecordCallback(watch)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DivergenceWarning)  # settings are tried to find out which diverge
+            run = train_algorithm(ready, algorithm, evaluator, layout=jax_layout, callbacks=[RecordCallback(watch)])
         if run.interrupted:
             raise KeyboardInterrupt
-        self._finished += 1
         best = run.rounds if run.best is None else run.best
         evaluations = (record for record in run.history if record["kind"] == "evaluation")
-        return self._error(next(record for record in evaluations if record["round"] == best))
-
-    def _error(self, record: Mapping[str, Any]) -> float:
-        """Return the number to minimise."""
-        value = record["micro"][self._goal.name]
-        return self._goal.sign * value if record["diverged"] == 0 and math.isfinite(value) else math.inf
+        return _error(next(record for record in evaluations if record["round"] == best), goal)
 
 
-def _suggest(trial: Any, path: str, space: Any) -> Any:
+def _error(record: Mapping[str, Any], goal: Measure) -> float:
+    """Return the number to minimise."""
+    value = record["micro"][goal.name]
+    return goal.sign * value if record["diverged"] == 0 and math.isfinite(value) else math.inf
+
+
+def _distribution(distributions: Any, space: Any) -> Any:
     if isinstance(space, tuple):
-        return trial.suggest_categorical(path, space)
-    return trial.suggest_float(path, *space, log=True)
-
-
-def _trial(trial: Any, config: Config) -> Trial:
-    finished = trial.state.name == "COMPLETE"
-    last = list(trial.intermediate_values.values())[-1:] or [math.inf]
-    # The first trial has the settings as they are, which may be outside optuna's ranges.
-    values = trial.params if trial.number else {path: get_setting(config, path) for path in SPACES[config.task]}
-    return Trial(values, task_of(config).goal.sign * (trial.value if finished else last[0]), finished)
-
-
-def _any_finished(study: Any) -> bool:
-    return any(trial.state.name == "COMPLETE" for trial in study.trials)
+        return distributions.CategoricalDistribution(space)
+    return distributions.FloatDistribution(*space, log=True)
 
 
 def _called(first: Config) -> str:
@@ -321,9 +310,9 @@ def in_words(values: Mapping[str, Any]) -> str:
 
 def _within(space: Any, value: Any) -> Any:
     """Return a value, or the nearest that may be tried."""
-    if isinstance(space, list):
-        return min(max(value, space[0]), space[1])
-    return value if value in space else min(space, key=lambda choice: abs(choice - value))
+    if isinstance(space, tuple):
+        return min(space, key=lambda choice: abs(choice - value))
+    return min(max(value, space[0]), space[1])
 
 
 # ---- results ----
@@ -393,15 +382,11 @@ def _draw(tuned: Tuned, path: Path) -> None:
     columns = math.ceil(len(spaces) / 2)
     figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
     figure.suptitle(f"{goal.title} on validation users; hollow: stopped early")
-    every = figure.subplots(2, columns).flat
-    for axes in every[len(spaces) :]:
-        axes.set_visible(False)
-    for axes, (name, space) in zip(every, spaces.items(), strict=False):
-        axes.set(xlabel=name.replace("_", "-"))
+    faces = ["tab:blue" if trial.finished else "none" for trial in done]
+    for place, (name, space) in enumerate(spaces.items(), 1):
+        axes = figure.add_subplot(2, columns, place)
+        axes.set(xlabel=name.replace("_", "-"), xscale="log" if isinstance(space, list) else "linear")
         axes.grid(alpha=0.25)
-        if isinstance(space, list):
-            axes.set_xscale("log")
-        faces = ["tab:blue" if trial.finished else "none" for trial in done]
         points = [float(trial.values[name]) for trial in done], [trial.value for trial in done]
         axes.scatter(*points, facecolors=faces, edgecolors="tab:blue")
     write_figure(figure, path)

@@ -334,9 +334,7 @@ def _validate(kind: type[T], values: Any, source: str = "") -> T:
         settings = adapter.validate_json(values) if isinstance(values, str) else adapter.validate_python(values)
     except ValidationError as problem:
         raise _explain(kind, problem, source) from None
-    parts: tuple[Any, Any] = (settings, getattr(settings, "settings", None))
-    for part in parts:  # a command's options, and the config among them
-        enforce(part.rules() if hasattr(part, "rules") else (), part, source)
+    enforce(settings.rules() if hasattr(settings, "rules") else (), settings, source)
     return settings
 
 

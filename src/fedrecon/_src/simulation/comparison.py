@@ -16,17 +16,15 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import upload_groups
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon._src.core.display import lay_out, readable
 from fedrecon._src.core.model import shapes_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.wire import nbytes
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, evaluate
-from fedrecon._src.simulation.explanation import ID_BYTES, SAMPLED, format_size
-from fedrecon._src.simulation.training import Run, Validation, train
+from fedrecon._src.simulation.explanation import ID_BYTES, format_size, mean_rows
+from fedrecon._src.simulation.training import EarlyStopping, Run, Validation, train
 
 Candidates = Algorithm | Mapping[Any, Algorithm]  # one algorithm, or several by their setting
 
@@ -134,9 +132,8 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return a table of the first metric and of what methods cost, and on whom it was measured."""
-        clients, examples = (
-            max(getattr(row.unseen[0], n) for row in self.rows.values()) for n in ("clients", "examples")
-        )
+        measured = [row.unseen[0] for row in self.rows.values()]
+        clients, examples = max(e.clients for e in measured), max(e.examples for e in measured)
         sizes = f"{clients:,} clients never seen in training, {examples:,} query examples"
         return "\n".join([*lay_out(self.cells(), right=True), sizes])
 
@@ -236,80 +233,66 @@ def compare(
       16.0
     """
     candidates = {name: dict(a) if isinstance(a, Mapping) else {None: a} for name, a in algorithms.items()}
-    trials = {len(settings) for settings in candidates.values()}
     counts = {name: len(settings) for name, settings in candidates.items()}
-    rules = {
-        f"`algorithms` and `seeds` must not be empty, with equally many settings each (got {counts})": (
-            len(trials) == 1 and 0 not in trials and seeds
-        ),
-        "`valid` is missing: settings are chosen on validation clients": trials == {1} or valid is not None,
-    }
-    check_rules(rules)
+    if len(set(counts.values())) != 1 or 0 in counts.values() or not seeds:
+        rule = "must not be empty, with equally many settings each"
+        raise ValueError(f"`algorithms` and `seeds` {rule} (got {counts})")
+    if valid is None and 1 not in counts.values():
+        raise ValueError("`valid` is missing: settings are chosen on validation clients")
     validation = valid if isinstance(valid, Validation) or valid is None else Validation(valid)
     for held_out, name in ((unseen, "unseen"), (validation and validation.data, "valid")):
         if isinstance(held_out, Clients):
             _check_disjoint(clients, held_out, name)
-    earlier, later = (clients, None) if seen is None else _divide(clients, seen)
-    trainer = _Trainer(earlier, later, validation, split, {"rounds": rounds, **training})
+    earlier, later = (clients, clients) if seen is None else _divide(clients, seen)
+    train_on = functools.partial(_train, earlier, validation, split, {"rounds": rounds, **training})
     rows = {}
     for name, settings in candidates.items():
-        first = {setting: trainer.run(algorithm, seeds[0]) for setting, algorithm in settings.items()}
-        setting = min(first, key=lambda setting: _validation_loss(first[setting][0]))
+        first = {setting: train_on(algorithm, seeds[0]) for setting, algorithm in settings.items()}
+        setting = min(first, key=lambda setting: _validation_rank(first[setting][0]))
         algorithm = settings[setting]
-        later_seeds = (trainer.run(algorithm, seed) for seed in seeds[1:])
-        runs, seconds = zip(first[setting], *later_seeds, strict=True)
-        pairs = list(zip(runs, seeds, strict=True))
-        measure = functools.partial(evaluate, algorithm, split=split, layout=training.get("layout"))
+        runs, seconds = zip(first[setting], *(train_on(algorithm, seed) for seed in seeds[1:]), strict=True)
+        measure = functools.partial(evaluate, algorithm, layout=training.get("layout"))
         rows[name] = ComparisonRow(
             algorithm=algorithm,
             setting=setting,
             runs=runs,
-            unseen=tuple(measure(run.params, unseen, seed=seed) for run, seed in pairs),
+            unseen=tuple(measure(run.params, unseen, split=split, seed=s) for run, s in zip(runs, seeds, strict=True)),
             seen=()
             if seen is None
-            else tuple(trainer.evaluate_seen(algorithm, *pair, clients, seen) for pair in pairs),
-            costs=measure_costs(algorithm, trainer.clients),
+            else tuple(
+                measure(run.params, later, client_state=run.client_state, protocol="standard")
+                if keeps_local(algorithm)
+                else measure(run.params, clients, split=seen, seed=seed)
+                for run, seed in zip(runs, seeds, strict=True)
+            ),
+            costs=measure_costs(algorithm, earlier),
             seconds=seconds,
         )
     return Comparison(rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trainer:
-    """Trains algorithms on the same clients."""
-
-    clients: Clients
-    later: Clients | None
-    validation: Validation | None
-    split: Split | None
-    options: Mapping[str, Any]
-
-    def run(self, algorithm: Algorithm, seed: int) -> tuple[Run, float]:
-        """Train; return the run and how many seconds it took."""
-        options: dict[str, Any] = dict(self.options)
-        if isinstance(per_round := options.get("clients_per_round"), int):
-            options["clients_per_round"] = min(per_round, len(self.clients))
-        if not flatten(shapes_of(algorithm.model.init_global))[0]:
-            options["rounds"] = 0  # there is nothing to train
-        validation = self.validation
-        if validation is not None and isinstance(validation.data, Clients):
-            layout = options.get("layout")
-            evaluator = Evaluator(algorithm, validation.data, split=self.split, seed=seed, layout=layout)
-            validation = dataclasses.replace(validation, data=evaluator)
-        start = time.perf_counter()
-        run = train(algorithm, self.clients, valid=validation, seed=seed, **options)
-        if run.interrupted:
-            raise KeyboardInterrupt
-        return run, time.perf_counter() - start
-
-    def evaluate_seen(self, algorithm: Algorithm, run: Run, seed: int, clients: Clients, split: Split) -> Evaluation:
-        """Measure the clients that trained on their later examples."""
-        layout = self.options.get("layout")
-        if not keeps_local(algorithm):
-            return evaluate(algorithm, run.params, clients, split=split, seed=seed, layout=layout)
-        assert self.later is not None
-        state = run.client_state
-        return evaluate(algorithm, run.params, self.later, client_state=state, protocol="standard", layout=layout)
+def _train(
+    clients: Clients,
+    validation: Validation | None,
+    split: Split | None,
+    options: Mapping[str, Any],
+    algorithm: Algorithm,
+    seed: int,
+) -> tuple[Run, float]:
+    """Train; return the run and how many seconds it took."""
+    per_round, layout = options.get("clients_per_round"), options.get("layout")
+    if isinstance(per_round, int):
+        options = {**options, "clients_per_round": min(per_round, len(clients))}
+    if not flatten(shapes_of(algorithm.model.init_global))[0]:
+        options = {**options, "rounds": 0}  # there is nothing to train
+    if validation is not None and isinstance(validation.data, Clients):
+        evaluator = Evaluator(algorithm, validation.data, split=split, seed=seed, layout=layout)
+        validation = dataclasses.replace(validation, data=evaluator)
+    start = time.perf_counter()
+    run = train(algorithm, clients, valid=validation, seed=seed, **options)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return run, time.perf_counter() - start
 
 
 def keeps_local(algorithm: Algorithm) -> bool:
@@ -345,22 +328,17 @@ def measure_costs(algorithm: Algorithm, clients: Clients) -> Costs:
     algorithm = decide_lookups(algorithm, clients)
     method, key = algorithm.method, jax.random.key(0)
     state = jax.eval_shape(algorithm.init, key)
-    chosen = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), SAMPLED)).astype(np.int64))
     rows, uploaded = upload_groups(algorithm, clients)
-    counts = Packer(clients, method.needs._replace(columns=_ids(method.needs))).pack(chosen).num_rows if rows else {}
+    counts = mean_rows(clients, method.needs) if rows else {}
     up = 0.0
     for part, path, leaf in uploaded:
         group = rows.get((part, path))
-        up += nbytes(leaf) if group is None else nbytes(leaf) / leaf.shape[0] * float(np.mean(counts[group]))
-    up += sum(ID_BYTES * float(np.mean(counts[group])) for group in set(rows.values()))
+        up += nbytes(leaf) if group is None else nbytes(leaf) / leaf.shape[0] * counts[group]
+    up += sum(ID_BYTES * counts[group] for group in set(rows.values()))
     support, query = method.needs.split.counts(clients.sizes)
     steps = np.nan if method.steps is None else float(np.mean(method.steps(support, query)))
     down = nbytes(jax.eval_shape(algorithm.message, state))
     return Costs(down, up, nbytes(_client_state(algorithm)), steps if up else 0.0, method.init_client is None)
-
-
-def _ids(needs: Needs) -> list[str]:
-    return sorted({feature for _, features in needs.groups.values() for feature in features})
 
 
 def _divide(clients: Clients, split: Split) -> tuple[Clients, Clients]:
@@ -373,12 +351,9 @@ def _divide(clients: Clients, split: Split) -> tuple[Clients, Clients]:
     return earlier, later
 
 
-def _validation_loss(run: Run) -> tuple[float, float]:
+def _validation_rank(run: Run) -> tuple[float, float]:
     evaluations = [entry for entry in run.history if entry["kind"] == "evaluation"]
-    if not evaluations:  # there was nothing to choose
-        return 0, 0
-    loss = evaluations[-1]["micro"]["loss"]
-    return evaluations[-1]["diverged"], np.inf if loss is None or np.isnan(loss) else loss
+    return EarlyStopping().rank(evaluations[-1]) if evaluations else (0, 0)  # without any, there is nothing to choose
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -11,27 +11,26 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fedrecon._src.algorithms.algorithm import (
     Algorithm,
     Client,
-    RoundMessage,
     ServerState,
+    empty_total,
     encode,
     finish_round,
-    summand_shapes,
 )
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Cohort, Drawn, arrange
 from fedrecon._src.core.keys import client_keys
-from fedrecon._src.core.model import Model, metric_names, shapes_of
+from fedrecon._src.core.model import Model, shapes_of
 from fedrecon._src.core.pytrees import flatten
-from fedrecon._src.core.upload import Total, add, no_total
+from fedrecon._src.core.upload import Total, add
 from fedrecon._src.core.wire import nbytes
 from fedrecon._src.server.aggregator import Report
-from fedrecon._src.simulation.multihost import AXIS, gather, global_mesh, local_slice, make_global, replicate
+from fedrecon._src.simulation.multihost import AXIS, gather, make_global
 
 BLOCK_BYTES = 2**20  # for a block's copies of global parameters by default: about a core's cache
 MOST_IN_BLOCK = 10
@@ -63,7 +62,7 @@ class Layout(NamedTuple):
 
     def local(self, order: np.ndarray) -> np.ndarray:
         """Return those clients of a cohort in this layout's order that run in this process."""
-        return order[local_slice(len(order))] if self.processes > 1 else order
+        return order.reshape(self.processes, -1)[jax.process_index()] if self.processes > 1 else order
 
     @property
     def processes(self) -> int:
@@ -133,15 +132,16 @@ def layout(
 
 
 def _mesh(jax_devices: int | None, alone: bool) -> Mesh:
-    devices = global_mesh().devices.reshape(jax.process_count(), -1)
-    if alone:
-        devices = devices[jax.process_index()][None]
-    if jax_devices is not None and not 1 <= jax_devices <= devices.shape[1]:
+    """Return devices along one axis, those of a process next to each other."""
+    devices = sorted(jax.local_devices() if alone else jax.devices(), key=lambda d: (d.process_index, d.id))
+    by_process = np.array(devices).reshape(1 if alone else jax.process_count(), -1)
+    most = by_process.shape[1]
+    if jax_devices is not None and not 1 <= jax_devices <= most:
         raise ValueError(
-            f"`jax_devices` must be between 1 and {devices.shape[1]} (got {jax_devices}); on a CPU, call "
+            f"`jax_devices` must be between 1 and {most} (got {jax_devices}); on a CPU, call "
             "fedrecon.start_jax_devices(n) before anything else uses JAX"
         )
-    return Mesh(devices[:, :jax_devices].reshape(-1), (AXIS,), axis_types=global_mesh().axis_types)
+    return Mesh(by_process[:, :jax_devices].reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def _default_blocks(model: Model) -> tuple[int, int]:
@@ -200,32 +200,21 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
       not depend on how rounds are grouped into calls. Each of several processes gives its own clients
       (`Layout.local`), and gets what all of them keep.
     """
-    metrics = len(metric_names(algorithm.model))
-
-    def run_round(
-        state: ServerState, client_state: Any, cohort: Any, pick: Pick, key: Array
-    ) -> tuple[ServerState, Any, Report]:
-        message = algorithm.message(state)
-        empty = no_total(summand_shapes(algorithm, state, metrics))
-        total, client_state = _run_blocks(algorithm, message, empty, client_state, cohort, pick, key, layout)
-        state, report = finish_round(algorithm, state, sum_over_devices(total), key)
-        return state, client_state, report
 
     def rounds(
         state: ServerState, client_state: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array
     ) -> Any:
         indices, pick = _cohort_source(cohorts)
         most = jax.tree.leaves(indices)[0].shape[0]
-        empty = no_total(summand_shapes(algorithm, state, metrics))
-        shapes = jax.eval_shape(lambda: finish_round(algorithm, state, empty, key)[1])
+        shapes = jax.eval_shape(lambda: finish_round(algorithm, state, empty_total(algorithm, state), key)[1])
         reports = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
 
         def body(carry: Any) -> Any:
             r, state, client_state, reports = carry
             cohort = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, r, keepdims=False), indices)
-            state, client_state, report = run_round(
-                state, client_state, cohort, pick, jax.random.fold_in(key, first + r)
-            )
+            round_key = jax.random.fold_in(key, first + r)
+            total, client_state = _run_blocks(algorithm, state, (cohort, client_state), pick, round_key, layout)
+            state, report = finish_round(algorithm, state, sum_over_devices(total), round_key)
             reports = jax.tree.map(lambda rows, row: rows.at[r].set(row), reports, report)
             return r + 1, state, client_state, reports
 
@@ -250,11 +239,8 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
         return compiled
 
     def run_in_processes(state: ServerState, client_state: Any, cohorts: Cohort | Drawn, *arguments: Any) -> Any:
-        if isinstance(cohorts, Drawn):
-            cohorts = cohorts._replace(places=make_global(cohorts.places, layout.mesh, axis=1))
-        else:
-            cohorts = make_global(cohorts, layout.mesh, axis=1)
-        state, client_state, report = compiled(state, make_global(client_state, layout.mesh), cohorts, *arguments)
+        local = make_global(client_state, layout.mesh, AXIS), make_global(cohorts, layout.mesh, None, AXIS)
+        state, client_state, report = compiled(state, *local, *arguments)
         return state, gather(client_state), report
 
     return run_in_processes
@@ -272,42 +258,37 @@ def _cohort_source(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
 
 
 def _run_blocks(
-    algorithm: Algorithm,
-    message: RoundMessage,
-    empty: Total,
-    client_state: Any,
-    cohort: Any,
-    pick: Pick,
-    key: Array,
-    layout: Layout,
+    algorithm: Algorithm, state: ServerState, clients: tuple[Any, Any], pick: Pick, key: Array, layout: Layout
 ) -> tuple[Total, Any]:
     """Run this device's clients a block at a time, adding uploads as they come so that few are in memory at once."""
+    message, stages = algorithm.message(state), algorithm.method.stages
 
-    def run(client: Client, pick: Pick) -> Callable[[Total, tuple[Any, Any]], tuple[Total, Any]]:
-        def block(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
-            cohort, client_state = pick(part[0]), part[1]
-            upload, client_state = client(message.method, client_state, cohort, key)
-            summand = encode(algorithm, message, upload, client_keys(key, cohort.identity))
-            return add(total, summand), client_state
+    def add_block(client: Client, total: Total, block: tuple[Cohort, Any]) -> tuple[Total, Any]:
+        cohort, client_state = block
+        upload, client_state = client(message.method, client_state, cohort, key)
+        summand = encode(algorithm, message, upload, client_keys(key, cohort.identity))
+        return add(total, summand), client_state
 
-        return block
+    def run(total: Total, block: tuple[Any, Any]) -> tuple[Total, Any]:
+        return add_block(algorithm.method.client, total, (pick(block[0]), block[1]))
 
-    wide, stages = layout.sharing_block(jax.tree.leaves(cohort)[0].shape[0]), algorithm.method.stages
+    empty, wide = empty_total(algorithm, state), layout.sharing_block(jax.tree.leaves(clients)[0].shape[0])
     if stages is None or wide == layout.block:
-        total, client_state = jax.lax.scan(
-            run(algorithm.method.client, pick), empty, _blocks((cohort, client_state), layout.block)
-        )
-        return total, _unblock(client_state)
+        return _scan_blocks(run, empty, clients, layout.block)
 
-    def prepare_block(total: Total, part: tuple[Any, Any]) -> tuple[Total, Any]:
-        packed, client_state = pick(part[0]), part[1]
-        prepared = stages.prepare(message.method, client_state, packed, key)
-        finish = run(stages.finish, lambda packed: packed)
-        total, client_state = jax.lax.scan(finish, total, _blocks((packed, prepared), layout.block))
-        return total, _unblock(client_state)
+    def run_stages(total: Total, block: tuple[Any, Any]) -> tuple[Total, Any]:
+        cohort, client_state = pick(block[0]), block[1]
+        prepared = stages.prepare(message.method, client_state, cohort, key)
+        return _scan_blocks(functools.partial(add_block, stages.finish), total, (cohort, prepared), layout.block)
 
-    total, client_state = jax.lax.scan(prepare_block, empty, _blocks((cohort, client_state), wide))
-    return total, _unblock(client_state)
+    return _scan_blocks(run_stages, empty, clients, wide)
+
+
+def _scan_blocks(function: Callable[..., Any], carry: Any, clients: Any, block: int) -> tuple[Any, Any]:
+    """Scan over blocks of clients, which are first in every leaf, also of what is returned besides the carry."""
+    blocks = jax.tree.map(lambda x: x.reshape(x.shape[0] // block, block, *x.shape[1:]), clients)
+    carry, results = jax.lax.scan(function, carry, blocks)
+    return carry, jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), results)
 
 
 def sum_over_devices(total: Total) -> Total:
@@ -327,14 +308,6 @@ def sum_over_devices(total: Total) -> Total:
     return jax.tree.unflatten(structure, large)
 
 
-def _blocks(tree: Any, block: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // block, block, *x.shape[1:]), tree)
-
-
-def _unblock(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
-
-
 def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """Compile a function of clients so that every device runs its clients a block at a time.
 
@@ -346,7 +319,7 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
 
     def run(shared: Any, clients: Any) -> Any:
         wide = layout.sharing_block(jax.tree.leaves(clients)[0].shape[0])
-        return _unblock(jax.lax.map(lambda part: function(shared, part), _blocks(clients, wide)))
+        return _scan_blocks(lambda carry, block: (carry, function(shared, block)), (), clients, wide)[1]
 
     by_client = PartitionSpec(AXIS)
     compiled = jax.jit(
@@ -356,7 +329,7 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
     )
     if layout.processes == 1:
         return compiled
-    return lambda shared, clients: gather(compiled(shared, make_global(clients, layout.mesh)))
+    return lambda shared, clients: gather(compiled(shared, make_global(clients, layout.mesh, AXIS)))
 
 
 def put_on_devices(tree: Any, layout: Layout) -> Any:
@@ -367,5 +340,5 @@ def put_on_devices(tree: Any, layout: Layout) -> Any:
       layout: on which JAX devices and in what blocks clients run.
     """
     if layout.processes > 1:
-        return replicate(tree, layout.mesh)
+        return make_global(tree, layout.mesh)
     return jax.device_put(tree, NamedSharding(layout.mesh, PartitionSpec()))

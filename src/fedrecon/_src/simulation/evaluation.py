@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -136,7 +136,6 @@ class Evaluator:
         numbers = sum(math.prod(clients.columns[name].shape[1:]) for name in used)
         self._batch_size = batch_size or int(np.clip(NUMBERS_AT_ONCE // max(numbers, 1), 16, 64))
         self._packer = Packer(clients, self._needs)
-        self._has_local = algorithm.has_local()
         self._run = compile_each(self._block, self._layout)
 
     def on(self, clients: Clients) -> Evaluator:
@@ -197,19 +196,17 @@ class Evaluator:
           client_state: as for an evaluation.
           progress: a progress display.
         """
-        if self.protocol == "standard" and self._has_local and not jax.tree.leaves(client_state):
+        if self.protocol == "standard" and self.algorithm.has_local() and not jax.tree.leaves(client_state):
             raise ValueError("`client_state` is missing: 'standard' measures local parameters from training")
         shared = put_on_devices((params, self._key), self._layout)
-        totals = np.zeros((len(self.clients), len(evaluated_names(self.algorithm.model)), 2), np.float64)
+        parts = []
         with progress("evaluating", len(self.clients)) as advance:
-            for begin in range(0, len(self.clients), CLIENTS_AT_ONCE):
-                indices = np.arange(begin, min(begin + CLIENTS_AT_ONCE, len(self.clients)))
-                order = _arrange(self._layout, self.clients, indices, min(CLIENTS_AT_ONCE, len(self.clients)))
+            for order, places in _in_parts(self.clients, self._layout, CLIENTS_AT_ONCE):
                 local = self._layout.local(order)
-                sums = np.asarray(self._run(shared, (self._packer.pack(local), _select(client_state, local))))
-                totals[order[order >= 0]] = sums[order >= 0]
-                advance(len(indices))
-        return totals
+                state = jax.tree.map(lambda x, local=local: np.asarray(x)[np.maximum(local, 0)], client_state)
+                parts.append(np.asarray(self._run(shared, (self._packer.pack(local), state)), np.float64)[places])
+                advance(len(places))
+        return np.concatenate(parts)
 
 
 def _measure_clients(metrics: ClientMetrics, params: Any, local: Any, cohort: Cohort) -> jax.Array:
@@ -310,10 +307,6 @@ def _over_clients(statistic: Callable[[np.ndarray], Any], values: np.ndarray) ->
     return float(statistic(measured)) if measured.size else float("nan")
 
 
-def _select(client_state: Any, order: np.ndarray) -> Any:
-    return jax.tree.map(lambda x: np.asarray(x)[np.maximum(order, 0)], client_state)
-
-
 # ---- local parameters of people, and predictions for them ----
 
 SHORTEST = 16  # the least number of support examples that arrays have room for
@@ -362,12 +355,9 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     packer = Packer(examples, needs, lengths)
     shared = put_on_devices((params, jax.random.key(seed)), compiled_layout)
     parts = []
-    for chosen in np.split(np.arange(len(examples)), range(PART, len(examples), PART)):
-        # few different numbers of clients are compiled; absent ones are computed too
-        order = _arrange(compiled_layout, examples, chosen, _round_up(len(chosen), least=1))
-        local, places = run(shared, packer.pack(order)), np.flatnonzero(order >= 0)
-        back = places[np.argsort(order[places])]
-        parts.append(jax.tree.map(lambda leaf, back=back: np.asarray(leaf)[back], local))
+    for order, places in _in_parts(examples, compiled_layout, PART, round_up=True):
+        local = run(shared, packer.pack(order))
+        parts.append(jax.tree.map(lambda leaf, places=places: np.asarray(leaf)[places], local))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
@@ -377,11 +367,20 @@ def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> in
     return rounded if most is None else max(number, min(rounded, most))
 
 
-def _arrange(layout: Layout, clients: Clients, chosen: np.ndarray, room: int) -> np.ndarray:
-    """Put clients, and empty slots up to `room`, in the order in which a layout runs them best."""
-    indices, sizes = np.full(room, ABSENT), np.zeros(room, np.int64)
-    indices[: len(chosen)], sizes[: len(chosen)] = chosen, clients.sizes[chosen]
-    return layout.arrange(indices, sizes)
+def _in_parts(
+    clients: Clients, layout: Layout, most: int, round_up: bool = False
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield clients, at most so many at a time, in the order in which a layout runs them best, and the place of each.
+
+    Absent clients are computed too. With `round_up` their number is such that few different ones are compiled.
+    """
+    for chosen in np.split(np.arange(len(clients)), range(most, len(clients), most)):
+        room = _round_up(len(chosen), least=1) if round_up else min(most, len(clients))
+        indices, sizes = np.full(room, ABSENT), np.zeros(room, np.int64)
+        indices[: len(chosen)], sizes[: len(chosen)] = chosen, clients.sizes[chosen]
+        order = layout.arrange(indices, sizes)
+        present = np.flatnonzero(order >= 0)
+        yield order, present[np.argsort(order[present])]
 
 
 @functools.lru_cache(maxsize=8)

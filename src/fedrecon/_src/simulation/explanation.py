@@ -116,7 +116,8 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     algorithm = model if isinstance(model, Algorithm) else None
     model = model.model if isinstance(model, Algorithm) else model
     reads = _reads(model, examples)
-    if algorithm is not None and not algorithm.define(_with(model, reads)).needs.groups:
+    lookups = {path: read.features for path, read in reads.items() if read.features}
+    if algorithm is not None and not algorithm.define(model._replace(lookups=lookups)).needs.groups:
         reads = {p: r if not r.features else Reads((), "its optimizer needs all of it") for p, r in reads.items()}
     shared, local = (flatten(shapes_of(init))[0] for init in (model.init_global, model.init_local))
     state = ((), ()) if model.state is None else (model.state.shared, model.state.local)
@@ -136,13 +137,10 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     sparse = {part.path: part for part in parts if part.features}
     if not sparse or not isinstance(examples, Clients):
         return report
-    down, up, clients = _by_rows(sparse, examples, algorithm)
-    dense = total - sum(part.nbytes for part in sparse.values())
+    down = _bytes_by_rows(sparse, examples, Needs(query_only()))
+    up = down if algorithm is None else _bytes_by_rows(sparse, examples, algorithm.method.needs)
+    dense, clients = total - sum(part.nbytes for part in sparse.values()), min(len(examples), SAMPLED)
     return dataclasses.replace(report, receives_by_rows=dense + down, sends_by_rows=dense + up, clients=clients)
-
-
-def _with(model: Model, reads: Mapping[str, Reads]) -> Model:
-    return model._replace(lookups={path: read.features for path, read in reads.items() if read.features})
 
 
 def _reads(model: Model, examples: Clients | Batch | None) -> dict[str, Reads]:
@@ -177,21 +175,25 @@ def _starts(model: Model) -> dict[str, str]:
     return {path: "starts the same for every client" if same[path] else "drawn for every client" for path in first}
 
 
-def _by_rows(sparse: Mapping[str, Part], clients: Clients, algorithm: Algorithm | None) -> tuple[float, float, int]:
-    """Return the mean bytes of rows that clients touch with all examples and with query, and how many clients."""
-    chosen = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), SAMPLED)).astype(np.int64))
+def _bytes_by_rows(sparse: Mapping[str, Part], clients: Clients, needs: Needs) -> float:
+    """Return the mean bytes of the rows that clients touch, with their ids."""
     groups = row_groups({p: part.features for p, part in sparse.items()}, {p: q.shape[0] for p, q in sparse.items()})
-    columns = sorted({feature for part in sparse.values() for feature in part.features})
+    rows = mean_rows(clients, needs._replace(groups=groups))
+    values = sum(part.nbytes // part.shape[0] * rows[group_name(part.features)] for part in sparse.values())
+    return values + sum(ID_BYTES * rows[group] for group in groups)
 
-    def mean_bytes(needs: Needs) -> float:
-        counts = Packer(clients, needs._replace(groups=groups, columns=columns)).pack(chosen).num_rows
-        width = {path: part.nbytes // part.shape[0] for path, part in sparse.items()}
-        once = {group: ID_BYTES * float(counts[group].mean()) for group in groups}
-        values = sum(width[path] * float(counts[group_name(part.features)].mean()) for path, part in sparse.items())
-        return values + sum(once.values())
 
-    down = mean_bytes(Needs(query_only()))
-    return down, down if algorithm is None else mean_bytes(algorithm.method.needs), len(chosen)
+def mean_rows(clients: Clients, needs: Needs) -> dict[str, float]:
+    """Return how many rows of each group of tables a client touches: a mean over at most `SAMPLED` clients.
+
+    Args:
+      clients: whose rows are counted.
+      needs: how their examples are packed, and the groups.
+    """
+    chosen = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), SAMPLED)).astype(np.int64))
+    columns = sorted({feature for _, features in needs.groups.values() for feature in features})
+    rows = Packer(clients, needs._replace(columns=columns)).pack(chosen).num_rows
+    return {group: float(np.mean(counts)) for group, counts in rows.items()}
 
 
 def format_size(nbytes: float) -> str:

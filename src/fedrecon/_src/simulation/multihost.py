@@ -6,7 +6,6 @@ Every process runs the same program. JAX connects them, notices when one stops a
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.storage.run_folder import RunFolder
@@ -52,13 +51,17 @@ def start_jax_devices(jax_devices: int | None = None, *, small_loops: bool = Tru
       >>> import fedrecon as fr
       >>> fr.start_jax_devices(2)
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number, most = cores if jax_devices is None else jax_devices, max(MAX_CPU_DEVICES, cores)
-    check_number("jax_devices", number, least=1, most=most)
+    number = count_cores() if jax_devices is None else jax_devices
+    check_number("jax_devices", number, least=1, most=max(MAX_CPU_DEVICES, count_cores()))
     if small_loops:
         _compile_small_loops()
     with contextlib.suppress(RuntimeError):  # JAX has started already
         jax.config.update("jax_num_cpu_devices", number)
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _compile_small_loops() -> None:
@@ -111,15 +114,10 @@ def start_hosts(
         raise HostError("`start_hosts` was already called in this process")
     start_jax_devices(jax_devices)
     jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from ending a process
+    names = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
+    timeouts: dict[str, Any] = dict.fromkeys(names, timeout)
     try:
-        jax.distributed.initialize(
-            coordinator,
-            processes,
-            process,
-            initialization_timeout=timeout,
-            heartbeat_timeout_seconds=timeout,
-            shutdown_timeout_seconds=timeout,
-        )
+        jax.distributed.initialize(coordinator, processes, process, **timeouts)
     except (RuntimeError, ValueError, TypeError) as problem:
         raise HostError(
             f"`coordinator`, `processes` and `process` (got {coordinator!r}, {processes} and {process}) do not connect "
@@ -159,13 +157,12 @@ def broadcast(make: Callable[[], Any]) -> Any:
 
 def broadcast_arrays(tree: Any) -> Any:
     """Return the first process's arrays, bit for bit, in every process; the others pass arrays of the same shapes."""
-    leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    data, start, received = _broadcast_bytes(b"".join(leaf.tobytes() for leaf in leaves)), 0, []
-    for leaf in leaves:
-        values = np.frombuffer(data, leaf.dtype, leaf.size, start)
-        received.append(values.reshape(leaf.shape).copy())
-        start += leaf.nbytes
-    return jax.tree.unflatten(structure, received)
+
+    def copy(leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        return np.frombuffer(_broadcast_bytes(array.tobytes()), array.dtype).reshape(array.shape).copy()
+
+    return jax.tree.map(copy, tree)
 
 
 def _broadcast_bytes(data: bytes) -> bytes:
@@ -279,36 +276,13 @@ def share_folder(folder: RunFolder) -> RunFolder:
 # ---- arrays ----
 
 
-@functools.cache
-def global_mesh() -> Mesh:
-    """Return all devices of all processes along one axis, those of a process next to each other."""
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+def make_global(tree: Any, mesh: Mesh, *axes: str | None) -> Any:
+    """Make global arrays of those of this process: parts along `AXIS`, else the same in every process.
 
-
-def local_slice(clients: int) -> slice:
-    """Return this process's part of `clients`, which are in the order of a layout and a multiple of the devices."""
-    each = clients // jax.process_count()
-    return slice(each * jax.process_index(), each * (jax.process_index() + 1))
-
-
-def make_global(tree: Any, mesh: Mesh, axis: int = 0) -> Any:
-    """Make global arrays from those of this process's clients, which are along `axis` of every leaf."""
-    return multihost_utils.host_local_array_to_global_array(tree, mesh, PartitionSpec(*[None] * axis, AXIS))
-
-
-def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Copy arrays, the same in every process, to all devices of a mesh."""
-    sharding = NamedSharding(mesh, PartitionSpec())
-
-    def copy(leaf: Any) -> jax.Array:
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                return jax.random.wrap_key_data(copy(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), np.shape(leaf))
-        return leaf  # it spans the processes already
-
-    return jax.tree.map(copy, tree)
+    Arrays that span the processes already stay as they are.
+    """
+    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), tree)
+    return multihost_utils.host_local_array_to_global_array(arrays, mesh, PartitionSpec(*axes))
 
 
 def gather(tree: Any) -> Any:

@@ -304,37 +304,27 @@ def train(
     sampling = _as_sampling(clients_per_round)
     validation = valid if isinstance(valid, Validation) or valid is None else Validation(valid)
     folder = None if folder is None else share_folder(folder if isinstance(folder, RunFolder) else RunFolder(folder))
-    check_same(
-        {
-            "clients": len(clients),
-            "examples": clients.num_examples,
-            "rounds": rounds,
-            "evaluate_every": None if validation is None else validation.every,
-            "checkpoint_every": None if folder is None else folder.checkpoint_every,
-            "seed": seed,
-        }
-    )
+    facts = {"clients": len(clients), "examples": clients.num_examples, "rounds": rounds, "seed": seed}
+    every = {"evaluate_every": validation and validation.every, "checkpoint_every": folder and folder.checkpoint_every}
+    check_same(facts | every)
     algorithm = decide_lookups(algorithm, clients)
     check_training(algorithm, clients)
     spent = None if ledger is None else spending(algorithm, len(clients), sampling, rounds, ledger)
     affordable = rounds if spent is None else spent.allowed(rounds)
     loop = _Loop(algorithm, clients, sampling, seed, layout or choose_layout(model=algorithm.model))
-    if validation is not None:
-        if isinstance(validation.data, Clients):
-            evaluator = Evaluator(algorithm, validation.data, seed=seed, layout=loop.layout)
-            validation = dataclasses.replace(validation, data=evaluator)
-        loop.stopper = _Stopper(validation.early_stopping, loop)
-    log = _Log(folder, callbacks)
-    done = loop.restore(folder, log.history) if folder else 0
-    evaluations = _Evaluations(validation, affordable, spent, log)
+    if validation is not None and isinstance(validation.data, Clients):
+        evaluator = Evaluator(algorithm, validation.data, seed=seed, layout=loop.layout)
+        validation = dataclasses.replace(validation, data=evaluator)
+    monitored = [*callbacks, RecordCallback(DivergenceMonitor())]
+    training = _Training(loop, affordable, validation, spent, folder, monitored)
+    done = training.restore()
     with contextlib.ExitStack() as stack:
         if folder:
             stack.enter_context(folder.lock())
         for callback in callbacks:
             stack.enter_context(callback.while_training(done, affordable))
-        stop_requested = stack.enter_context(interruptible())
-        interrupted = _run_rounds(loop, affordable, evaluations, log, stop_requested)
-    run = _result(loop, log.history, spent, interrupted)
+        interrupted = training.run(stack.enter_context(interruptible()))
+    run = training.result(interrupted)
     if spent and not interrupted and run.stopped is None and run.rounds < rounds:
         run.stopped = spent.why_stopped(run.rounds)
     for callback in callbacks:
@@ -348,56 +338,6 @@ def _as_sampling(clients_per_round: int | Sampling | None) -> Sampling:
     return Sampling() if clients_per_round is None else Sampling(clients_per_round)
 
 
-def _run_rounds(
-    loop: _Loop, rounds: int, evaluations: _Evaluations, log: _Log, stop_requested: Callable[[], bool]
-) -> bool:
-    """Run rounds until the last one, with evaluations and checkpoints; return whether Ctrl-C stopped them."""
-    folder = log.folder
-    checkpoint_every = folder.checkpoint_every if folder else 0
-
-    def record_pending() -> None:
-        while loop.pending:
-            log.record(loop.pending.popleft())
-
-    try:
-        evaluations.run_if_due(loop)  # an interruption may have come between a round and its evaluation
-        while loop.now.round < rounds and not loop.stopper.out_of_patience:
-            if stop_requested():
-                raise KeyboardInterrupt
-            stop = _next_stop(loop.now.round, rounds, evaluations.every, checkpoint_every)
-            stop = min([stop, *(number for number in loop.stopper.rounds if number > loop.now.round)])
-            loop.advance(stop, record_pending)
-            if loop.now.round < stop:
-                continue  # records of these rounds are written while the devices run the next ones
-            record_pending()
-            evaluations.run_if_due(loop)
-            if folder and (loop.stopper.out_of_patience or _due(loop.now.round, rounds, checkpoint_every)):
-                folder.checkpoint(loop.now.round, loop.checkpoint())
-    except KeyboardInterrupt:
-        record_pending()
-        if folder:
-            folder.checkpoint(loop.now.round, loop.checkpoint())
-        return True
-    return False
-
-
-def _result(loop: _Loop, history: list[Record], spent: Spending | None, interrupted: bool) -> Run:
-    done, stopper = loop.now.round, loop.stopper
-    best = stopper.better_than_last(done)
-    run = Run(
-        params=jax.tree.map(np.asarray, loop.params() if best is None else best.params),
-        history=history,
-        rounds=done,
-        client_state=loop.now.client_state,
-        interrupted=interrupted,
-        ledger=None if spent is None else spent.after(done),
-        best=None if best is None else best.round,
-    )
-    if best is not None and stopper.out_of_patience and not interrupted:
-        run.stopped = f"early stopping: no improvement in {stopper.worse} evaluations; keeping round {best.round}"
-    return run
-
-
 def _due(done: int, rounds: int, every: int) -> bool:
     return done == rounds or (every > 0 and done % every == 0)
 
@@ -407,47 +347,103 @@ def _next_stop(now: int, rounds: int, *every: int) -> int:
     return min([rounds, *((now // n + 1) * n for n in every if n)])
 
 
-class _Log:
-    """The history of a run, which also goes to its folder and to callbacks."""
+@dataclasses.dataclass
+class _Training:
+    """Rounds, with records, evaluations and checkpoints when they are due."""
 
-    def __init__(self, folder: RunFolder | None, callbacks: Sequence[Callback]):
-        self.folder, self.history = folder, list[Record]()
-        self._callbacks = [*callbacks, RecordCallback(DivergenceMonitor())]
+    loop: _Loop
+    rounds: int
+    validation: Validation | None
+    spent: Spending | None
+    folder: RunFolder | None
+    callbacks: Sequence[Callback]
 
-    def record(self, entry: Record) -> None:
+    def __post_init__(self) -> None:
+        self.history: list[Record] = []
+        self.stopper = _Stopper(None if self.validation is None else self.validation.early_stopping, self.loop)
+
+    def restore(self) -> int:
+        """Continue from the folder's newest checkpoint, if it has one; return how many rounds are done."""
+        newest = self.folder.restore(self._state()) if self.folder else None
+        if newest is not None:
+            done, saved, records = newest
+            self.loop.restore(done, saved)
+            self.stopper.restore(saved, records)
+            self.history.extend(records)
+        return self.loop.now.round
+
+    def run(self, stop_requested: Callable[[], bool]) -> bool:
+        """Run rounds until the last one; return whether Ctrl-C stopped them."""
+        loop, stopper = self.loop, self.stopper
+        evaluate_every = self.validation.every if self.validation else 0
+        checkpoint_every = self.folder.checkpoint_every if self.folder else 0
+        try:
+            self._evaluate_if_due()  # an interruption may have come between a round and its evaluation
+            while loop.now.round < self.rounds and not stopper.out_of_patience:
+                if stop_requested():
+                    raise KeyboardInterrupt
+                stop = _next_stop(loop.now.round, self.rounds, evaluate_every, checkpoint_every)
+                stop = min([stop, *(number for number in stopper.rounds if number > loop.now.round)])
+                loop.advance(stop, self._record_rounds)
+                if loop.now.round < stop:
+                    continue  # records of these rounds are written while the devices run the next ones
+                self._record_rounds()
+                self._evaluate_if_due()
+                if stopper.out_of_patience or _due(loop.now.round, self.rounds, checkpoint_every):
+                    self._checkpoint()
+        except KeyboardInterrupt:
+            self._record_rounds()
+            self._checkpoint()
+            return True
+        return False
+
+    def _record_rounds(self) -> None:
+        while self.loop.pending:
+            self._record(self.loop.pending.popleft())
+
+    def _record(self, entry: Record) -> None:
         self.history.append(entry)
         if self.folder:
             self.folder.record(entry)
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             (callback.after_round if entry["kind"] == "round" else callback.after_evaluation)(entry)
 
-
-class _Evaluations:
-    """The evaluations during training: when they are due, and what they record."""
-
-    def __init__(self, validation: Validation | None, rounds: int, spent: Spending | None, log: _Log):
-        self.every = 0 if validation is None else validation.every
-        self._evaluate: Any = None if validation is None else validation.data
-        self._rounds, self._spent, self._log = rounds, spent, log
-        self._last = max((entry["round"] for entry in log.history if entry["kind"] == "evaluation"), default=-1)
-
-    def run_if_due(self, loop: _Loop) -> None:
-        now, stopper = loop.now.round, loop.stopper
-        due = stopper.settings is not None if now == 0 else now in stopper.rounds or _due(now, self._rounds, self.every)
-        if self._evaluate is None or now == self._last or not due:
+    def _evaluate_if_due(self) -> None:
+        now, stopper, validation = self.loop.now.round, self.stopper, self.validation
+        if validation is None or any(e["kind"] == "evaluation" and e["round"] == now for e in self.history[-1:]):
             return
-        state, evaluate = loop.now.client_state, self._evaluate
+        is_due = now in stopper.rounds or _due(now, self.rounds, validation.every)
+        if not (is_due if now else stopper.settings):
+            return
+        state, evaluate = self.loop.now.client_state, validation.data
         if isinstance(evaluate, Evaluator):
             state = () if evaluate.protocol == "recon" else state
-            evaluate = evaluate.measure  # the log warns of clients that diverged, once
+            evaluate = evaluate.measure  # the monitor warns of clients that diverged, once
         falls_back = now == 0 and stopper.fallback is not None
-        params = stopper.fallback if falls_back else loop.params()
+        params = stopper.fallback if falls_back else self.loop.params()
         entry = {"kind": "evaluation", "round": now, **({"fallback": True} if falls_back else {})}
-        entry |= evaluate(params, state).summary()
-        entry |= {} if self._spent is None else {"epsilon": self._spent.after(now).epsilon}
+        entry |= evaluate(params, state).summary()  # type: ignore[operator]
+        entry |= {} if self.spent is None else {"epsilon": self.spent.after(now).epsilon}
         stopper.judge(entry, params)
-        self._log.record(entry)
-        self._last = now
+        self._record(entry)
+
+    def _state(self) -> dict[str, Any]:
+        return self.loop.checkpoint() | self.stopper.checkpoint()
+
+    def _checkpoint(self) -> None:
+        if self.folder:
+            self.folder.checkpoint(self.loop.now.round, self._state())
+
+    def result(self, interrupted: bool) -> Run:
+        now, stopper = self.loop.now, self.stopper
+        best = stopper.better_than_last(now.round)
+        params = jax.tree.map(np.asarray, self.loop.params() if best is None else best.params)
+        ledger = None if self.spent is None else self.spent.after(now.round)
+        run = Run(params, self.history, now.round, now.client_state, interrupted, ledger)
+        if best is not None:
+            run.best, why = best.round, f"no improvement in {stopper.worse} evaluations; keeping round {best.round}"
+            run.stopped = f"early stopping: {why}" if stopper.out_of_patience and not interrupted else None
+        return run
 
 
 class _Best(NamedTuple):
@@ -465,7 +461,7 @@ class _Stopper:
         if settings is not None and jax.tree.leaves(loop.now.client_state):
             raise ValueError("`early_stopping` restores global parameters only: it needs clients that keep no state")
         self.settings, self.rounds = settings, () if settings is None else settings.rounds
-        self.best: _Best | None = None
+        self.best = _Best(-1, (np.inf, np.inf), loop.params())  # before any evaluation
         fallback = None if settings is None else settings.fallback
         self.fallback = None if fallback is None else _convert_fallback(fallback, loop.params())
         self.worse = self._judged = 0
@@ -479,7 +475,7 @@ class _Stopper:
         if self.settings is None or not self.settings.counts(record):
             return
         self._judged, rank = record["round"], self.settings.rank(record)
-        if self.best is None or rank < self.best.rank:
+        if rank < self.best.rank:
             # A copy, since the next call may write to these buffers.
             self.best, self.worse = _Best(record["round"], rank, jax.tree.map(np.array, params)), 0
         else:
@@ -487,15 +483,14 @@ class _Stopper:
 
     def better_than_last(self, done: int) -> _Best | None:
         """Return the best evaluation if its parameters are not those of the last one."""
-        is_last = self.best is not None and self.best.round == self._judged
-        return None if is_last and not (done == 0 and self.fallback is not None) else self.best
+        is_last = self.best.round == self._judged and not (done == 0 and self.fallback is not None)
+        return None if self.best.round < 0 or is_last else self.best
 
-    def checkpoint(self, params: Any) -> dict[str, Any]:
+    def checkpoint(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
-        best = _Best(-1, (np.inf, np.inf), params) if self.best is None else self.best
-        numbers = np.array([best.round, *best.rank], np.float64)
-        return {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, best.params)}}
+        numbers = np.array([self.best.round, *self.best.rank], np.float64)
+        return {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, self.best.params)}}
 
     def restore(self, saved: Mapping[str, Any], records: Sequence[Record]) -> None:
         if self.settings is None or saved["best"]["numbers"][0] < 0:
@@ -537,25 +532,16 @@ class _Loop:
         self._cohorts = Cohorts(algorithm, clients, sampling, layout, keys, at_once)
         self._ahead: Future[PackedRounds] | None = None
         self._run = compile_rounds(algorithm, layout)
-        self.stopper = _Stopper(None, self)
 
     def params(self) -> Any:
         return self._algorithm.params(self.now.server)
 
     def checkpoint(self) -> dict[str, Any]:
-        state = {"server": jax.tree.map(np.asarray, self.now.server._asdict()), KEPT: self.now.client_state}
-        return state | self.stopper.checkpoint(self.params())
+        return {"server": jax.tree.map(np.asarray, self.now.server._asdict()), KEPT: self.now.client_state}
 
-    def restore(self, folder: RunFolder, history: list[Record]) -> int:
-        newest = folder.restore(self.checkpoint())
-        if newest is None:
-            return 0
-        done, saved, records = newest
+    def restore(self, done: int, saved: Mapping[str, Any]) -> None:
         client_state = jax.tree.map(np.array, saved[KEPT])  # rounds write to it
         self.now = _State(done, put_on_devices(ServerState(**saved["server"]), self.layout), client_state)
-        history.extend(records)
-        self.stopper.restore(saved, records)
-        return done
 
     def advance(self, stop: int, meanwhile: Callable[[], None]) -> None:
         """Run some rounds in one call, at most up to `stop`; call `meanwhile` while the devices are busy."""
@@ -573,7 +559,9 @@ class _Loop:
         meanwhile()
         reports = jax.tree.map(np.asarray, reports)
         self._put(order, cohort_state, done, server)
-        self.pending.extend(self._record(packed, reports, r) for r in range(packed.number))
+        for r, drawn in enumerate(packed.samples):
+            report = {name: value[r] for name, value in reports.items()}
+            self.pending.append(describe_round(self._algorithm.model, packed.first + r + 1, report) | drawn.counts)
 
     def _put(self, order: np.ndarray, cohort_state: Any, done: int, server: ServerState) -> None:
         """Write a cohort's state into that of all clients, in place: a copy would take longer than a round.
@@ -593,10 +581,6 @@ class _Loop:
                 for store, values in zip(stores, old, strict=True):
                     store[rows] = values
             raise
-
-    def _record(self, packed: PackedRounds, reports: Report, r: int) -> Record:
-        report = {name: value[r] for name, value in reports.items()}
-        return describe_round(self._algorithm.model, packed.first + r + 1, report) | packed.samples[r].counts
 
 
 def describe_round(model: Model, number: int, report: Report) -> Record:

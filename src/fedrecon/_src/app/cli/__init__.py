@@ -122,21 +122,16 @@ def _run_command(name: str, *argv: str) -> int:
 
 
 def _prepare_jax(compilation_cache: bool) -> None:
-    from fedrecon._src.simulation.divergence import DivergenceWarning
-
-    warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
-    if compilation_cache:
-        cache_compiled_programs()
-
-
-def cache_compiled_programs() -> None:
     """Keep compiled programs for the next command, unless JAX's own settings name a cache or turn it off."""
     import jax
 
     from fedrecon._src.data.sources import DataError, private_cache
+    from fedrecon._src.simulation.divergence import DivergenceWarning
 
+    warnings.simplefilter("ignore", DivergenceWarning)  # commands say it themselves, with their options
     settings: Any = jax.config
-    if settings.jax_compilation_cache_dir is not None or not settings.jax_enable_compilation_cache:
+    has_cache = settings.jax_compilation_cache_dir is not None
+    if has_cache or not compilation_cache or not settings.jax_enable_compilation_cache:
         return
     with contextlib.suppress(OSError, DataError):  # a command works without it, if more slowly
         jax.config.update("jax_compilation_cache_dir", str(private_cache("compiled")))
@@ -177,7 +172,6 @@ def _sentence(problem: Exception) -> tuple[str, int]:
 
 def _warn(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:
     """Show a warning as a sentence."""
-    del filename, lineno, file, line
     kind = "warning" if issubclass(category, UserWarning) else category.__name__
     print(f"fedrecon: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 

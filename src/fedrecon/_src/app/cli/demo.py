@@ -91,13 +91,10 @@ def _compare(outcome: ExperimentResult, test: Evaluation) -> None:
     rows: dict[str, Mapping[str, float]] = {"FedRecon, reconstructed from half of a user's ratings": test.micro}
     rows |= {f"baseline: {name}": row for name, row in outcome.baselines.items()}
     rows |= {"the same model without reconstruction": initial.micro}
-    show.table(
-        f"{len(users.test)} people who took no part in training, measured on the other half of their ratings",
-        ("", *(measure.title for measure in RATINGS.measures)),
-        [(name, *(measure.text(row) for measure in RATINGS.measures)) for name, row in rows.items()],
-    )
+    title = f"{len(users.test)} people who took no part in training, measured on the other half of their ratings"
+    show.metrics(title, RATINGS.measures, rows)
     print("accuracy: predictions within half a star of the rating")
-    print(f"{compare_with_baselines(test, outcome.baselines, config) or ''}")
+    print(compare_with_baselines(test, outcome.baselines, config) or "")
 
 
 def _recommend(outcome: ExperimentResult) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from fedrecon._src.app.cli import show
 from fedrecon._src.recommend.config import (
     PRESETS,
     ClicksConfig,
@@ -35,6 +36,7 @@ class UsageError(ValueError):
 
 
 Marks = dict[tuple[type, str], tuple[Any, ...]]
+Settings = Annotated[Any, tyro.conf.arg(name="")]  # the config of a task; options are those of the default's type
 
 
 def parse(kind: Any, command: str, argv: Sequence[str], *, default: Any = None, marks: Marks | None = None) -> Any:
@@ -42,7 +44,10 @@ def parse(kind: Any, command: str, argv: Sequence[str], *, default: Any = None, 
     start: Any = tyro.MISSING_NONPROP if default is None else default
     registry = tyro.constructors.ConstructorRegistry()
     registry.struct_rule(partial(mark_settings, MARKS | (marks or {})))
-    return check_config(tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=start, registry=registry))
+    args = tyro.cli(kind, prog=f"fedrecon {command}", args=list(argv), default=start, registry=registry)
+    if hasattr(args, "settings"):
+        check_config(args.settings)
+    return check_config(args)
 
 
 # ---- how settings appear as options, where that differs from their name and type ----
@@ -149,7 +154,25 @@ def _parse_base(command: str, argv: Sequence[str]) -> Base:
     return tyro.cli(Base, prog=f"fedrecon {command}", args=list(argv), return_unknown_args=True, add_help=False)[0]
 
 
-def means_clicks(command: str, argv: Sequence[str], settings: Config) -> bool:
+def parse_for_task(commands: Mapping[str, Any], command: str, argv: Sequence[str], **required: Any) -> Any:
+    """Parse the options of a command for the task that they name, or that a file of settings or of data implies.
+
+    Args:
+      commands: the options of each task.
+      command: its name.
+      argv: its arguments.
+      **required: what an option without a default begins with.
+    """
+    default = default_config(command, argv, tuple(commands))
+    kind = commands[default.task]
+    args = parse(kind, command, argv, default=kind(settings=default, **required))
+    if not _means_clicks(command, argv, args.settings):
+        return args
+    show.remark(f"{args.settings.data.source} has two columns, users and items: read with --task clicks")
+    return parse_for_task(commands, command, [*argv, "--task", "clicks"], **required)
+
+
+def _means_clicks(command: str, argv: Sequence[str], settings: Config) -> bool:
     """Say whether the data has users and items alone, which are clicks, where nothing else says what it is."""
     base, data = _parse_base(command, argv), settings.data
     chosen = base.task or base.config or base.resume or not isinstance(data, Data) or data.rating != Data.rating

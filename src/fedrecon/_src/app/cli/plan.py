@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig, TextConfig
+from fedrecon._src.recommend.config import Preset
 from fedrecon._src.recommend.settings import Data, Source
 
 
@@ -33,7 +33,7 @@ class MakePlan:
         others accept only nodes in this folder.
     """
 
-    settings: Annotated[Config, tyro.conf.arg(name="")]
+    settings: options.Settings
     out: Path
     config: Path | None = None
     share: float = 1.0
@@ -60,23 +60,17 @@ class PlanItems(MakePlan):
     title_column: str = "title"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanRatings(PlanItems):
     """Make the plan of a training over several nodes that have ratings: everything that server and nodes agree on. A
     plan names no data; every node brings its own file. Example: fedrecon plan --items catalogue.csv --out plan
     """
 
-    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
 
-
-@dataclass(frozen=True, kw_only=True)
 class PlanClicks(PlanItems):
     """Make the plan of a training over several nodes that have clicks, plays or purchases: everything that server and
     nodes agree on. A plan names no data; every node brings its own file. Example: fedrecon plan --task clicks --items
     catalogue.csv --out plan
     """
-
-    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +82,6 @@ class PlanText(MakePlan):
       words: the vocabulary: a text file with one word per line, the most used first.
     """
 
-    settings: Annotated[TextConfig, tyro.conf.arg(name="")]
     words: Path
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedrecon._src.deploy.http_server import Tls
     from fedrecon._src.deploy.plan import Plan
     from fedrecon._src.deploy.transport import Clock, Grid
+    from fedrecon._src.recommend.task import Measure
     from fedrecon._src.storage.run_folder import RunFolder
 
 NAMES = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
@@ -167,23 +168,19 @@ def run(args: Serve) -> int:
     plan = Plan.open(args.plan, None if args.algorithm is None else import_algorithm(args.algorithm, None)[0])
     pace = Pace(args.per_round, args.oversample, args.deadline, args.stage_deadline, args.min_nodes, args.wait)
     status = None if args.status == "none" else parse_address(args.status, "--status", least=0)
-    folder, print_record, task = RunFolder(args.out), _printer(args.json), plan.task
+    folder, on_record = RunFolder(args.out), _printer(args.json, plan.task.measures)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C
-
-    def on_record(record: dict[str, Any]) -> None:
-        print_record(record)
-        if not args.json:
-            show.progress_of(record, task.measures)
-
     with folder.lock(), _open_grid(args, plan) as (grid, clock, problems):  # no port if the folder cannot be used
         if args.gateway is not None:
             return _run_gateway(args.gateway, Gateway(plan, Channel(grid, clock), pace, args.out, show.remark))
-        modes: dict[str, Any] = {"resume": args.resume, "clock": clock}
-        with _serve_status(status, folder, plan, grid, problems):
-            outcome = serve(plan, grid, folder, pace, **modes, on_record=on_record, say=show.remark)
+        page = contextlib.nullcontext() if status is None else _serve_status(status, folder, plan, grid, problems)
+        with page:
+            outcome = serve(
+                plan, grid, folder, pace, resume=args.resume, clock=clock, on_record=on_record, say=show.remark
+            )
         if set(problems) - ROUTINE:
             show.remark(f"refused requests: {_counts(problems)}")
-    learning_curve(outcome.history, folder.plots_path / "learning_curve.png", task.curve)
+    learning_curve(outcome.history, folder.plots_path / "learning_curve.png", plan.task.curve)
     return _show_outcome(args, plan, outcome)
 
 
@@ -270,9 +267,9 @@ def _counts(problems: Mapping[str, int]) -> str:
 
 @contextlib.contextmanager
 def _serve_status(
-    address: tuple[str, int] | None, folder: RunFolder, plan: Plan, grid: Grid, problems: Mapping[str, int]
+    address: tuple[str, int], folder: RunFolder, plan: Plan, grid: Grid, problems: Mapping[str, int]
 ) -> Iterator[None]:
-    """Serve the status page, unless it is turned off."""
+    """Serve the status page."""
     from fedrecon._src.deploy.status_page import serve_status
 
     def facts() -> dict[str, Any]:
@@ -280,9 +277,6 @@ def _serve_status(
         more = f" and {len(names) - 10} more" * (len(names) > 10)
         return {"Connected nodes": (", ".join(names[:10]) or "none") + more, "Refused requests": _counts(problems)}
 
-    if address is None:
-        yield
-        return
     with serve_status(folder, plan.rounds, facts, address) as port:
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         show.remark(f"status page: http://{host}:{port}/")
@@ -339,7 +333,7 @@ def _tls(args: Serve) -> Tls:
     return tls
 
 
-def _printer(as_json: bool) -> Callable[[dict[str, Any]], None]:
+def _printer(as_json: bool, measures: Sequence[Measure] = ()) -> Callable[[dict[str, Any]], None]:
     """Return a function that prints the records of a run: as JSON, or the rounds as a table that grows by a line."""
     from fedrecon._src.storage.atomic import without_nan
 
@@ -362,5 +356,7 @@ def _printer(as_json: bool) -> Callable[[dict[str, Any]], None]:
             row = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
             print(*header, row, sep="\n", flush=True)
             header.clear()
+        else:
+            show.progress_of(record, measures)
 
     return show_record

@@ -51,6 +51,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], tex
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(shown)
 
 
+def metrics(title: str, measures: Sequence[Measure], rows: Table) -> None:
+    """Print metrics as a table, with a row for everything that has them."""
+    cells = [(name, *(measure.text(row) for measure in measures)) for name, row in rows.items()]
+    table(title, ("", *(measure.title for measure in measures)), cells)
+
+
 def evaluation(
     title: str,
     found: Evaluation,
@@ -81,45 +87,24 @@ def evaluation(
         rest = f": figures of the other {measured} would be misleading" if found.clients else ""
         alarm(f"{failed}{rest}")
         return
-    measures = task.measures if config is None else task.shown(task.measures, config)
-    rows = _rows(found, task, measures, baselines, measured >= JUDGES)
-    table(title, ("", *(measure.title for measure in measures)), rows)
+    mean = f"mean over {task.people}" if task.by_client else f"over all {task.examples} (micro)"
+    rows: dict[str, Mapping[str, float]] = {mean: found.micro}
+    rows |= {f"  baseline: {name}": row for name, row in baselines.items()}
+    rows |= {} if task.by_client else {f"mean over {task.people} (macro)": found.macro}
+    for q in found.quantiles["loss"] if measured >= JUDGES else ():
+        rows[f"{float(q):.0%} of {task.people} are below"] = {name: of[q] for name, of in found.quantiles.items()}
+    metrics(title, task.measures if config is None else task.shown(task.measures, config), rows)
     if after := after_rows({"the model": found.micro, **baselines}, task.measures[0]):
         table(f"{task.measures[0].title} after so many {task.examples} of a person", ("", *map(str, AFTER)), after)
-    print(_whom(found, task))
+    small = max(len(found.per_client.get("loss", ())) - found.clients, 0)
+    print(
+        f"{task.people}: {measured:,} measured, {found.diverged:,} diverged and excluded, "
+        f"{small:,} with too few {task.examples}; query {task.examples}: {found.examples:,}"
+    )
     if measured < JUDGES:
         print(f"{say_few(measured, task.people)} {advice}".strip())
     if config is not None and (loses := compare_with_baselines(found, baselines, config)):
         print(loses)
-
-
-def _rows(
-    found: Evaluation, task: Task[Any, Any, Any], measures: Sequence[Measure], baselines: Table, quantiles: bool
-) -> list[tuple[str, ...]]:
-    """Return the rows of an evaluation's table."""
-
-    def figures(metrics: Mapping[str, float]) -> list[str]:
-        return [measure.text(metrics) for measure in measures]
-
-    rows = [
-        (f"mean over {task.people}" if task.by_client else f"over all {task.examples} (micro)", *figures(found.micro)),
-        *((f"  baseline: {name}", *figures(row)) for name, row in baselines.items()),
-    ]
-    rows += [] if task.by_client else [(f"mean over {task.people} (macro)", *figures(found.macro))]
-    rows += [
-        (f"{float(q):.0%} of {task.people} are below", *figures({name: of[q] for name, of in found.quantiles.items()}))
-        for q in (found.quantiles["loss"] if quantiles else ())
-    ]
-    return rows
-
-
-def _whom(found: Evaluation, task: Task[Any, Any, Any]) -> str:
-    """Count the clients and examples that were measured, and the clients that were not."""
-    small = len(found.per_client.get("loss", ())) - found.clients
-    return (
-        f"{task.people}: {found.clients - found.diverged:,} measured, {found.diverged:,} diverged and excluded, "
-        f"{max(small, 0):,} with too few {task.examples}; query {task.examples}: {found.examples:,}"
-    )
 
 
 def progress_of(record: dict[str, Any], measures: Sequence[Measure], first_evaluation: int = 0) -> None:

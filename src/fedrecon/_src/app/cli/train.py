@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig, Rule, TextConfig, to_json
+from fedrecon._src.recommend.config import Preset, Rule, to_json
 
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import ExperimentResult
@@ -63,7 +63,7 @@ class Train:
       distributed: run in several processes that SLURM or Open MPI started with the same options.
     """
 
-    settings: Annotated[Config, tyro.conf.arg(name="")]
+    settings: options.Settings
     out: Path | None = None
     preset: Preset | None = None
     config: Path | None = None
@@ -87,7 +87,6 @@ class Train:
         yield Rule(several and source == "-", "settings.data.source", "must be a file for several processes")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainRatings(Train):
     """Train a recommender on ratings (or with --task clicks on clicks, --task text on text).
 
@@ -96,10 +95,7 @@ class TrainRatings(Train):
     --preset paper uses the paper's settings. Example: fedrecon train ratings.csv --out runs/mine
     """
 
-    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
 
-
-@dataclass(frozen=True, kw_only=True)
 class TrainClicks(Train):
     """Train a recommender on clicks, plays or purchases.
 
@@ -109,10 +105,7 @@ class TrainClicks(Train):
     Example: fedrecon train plays.csv --task clicks --out runs/plays
     """
 
-    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
 
-
-@dataclass(frozen=True, kw_only=True)
 class TrainText(Train):
     """Train a next-word model.
 
@@ -122,20 +115,13 @@ class TrainText(Train):
     Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
     """
 
-    settings: Annotated[TextConfig, tyro.conf.arg(name="")]
-
 
 COMMANDS: dict[str, type[Train]] = {"ratings": TrainRatings, "clicks": TrainClicks, "text": TrainText}
 
 
 def parse(argv: Sequence[str]) -> Train:
     """Parse the options of the task; defaults come from a config file or the run to resume."""
-    default = options.default_config("train", argv)
-    command = COMMANDS[default.task]
-    args = options.parse(command, "train", argv, default=command(settings=default))
-    if options.means_clicks("train", argv, args.settings):
-        show.remark(f"{args.settings.data.source} has two columns, users and items: read with --task clicks")
-        return parse([*argv, "--task", "clicks"])
+    args = options.parse_for_task(COMMANDS, "train", argv)
     return dataclasses.replace(args, out=args.resume or args.out)
 
 
@@ -170,7 +156,7 @@ def run(args: Train) -> int:
         if outcome.failed is not None:
             show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {outcome.failed}")
         if outcome.run.interrupted:
-            _say_how_to_continue(args, outcome)
+            _say_how_to_continue(args.out, outcome, replaced=args.overwrite)
         else:
             _report(args.out, outcome, task)
     return 130 if outcome.run.interrupted else 0 if outcome.failed is None else FAILED
@@ -199,14 +185,13 @@ def train_and_show(
         return run_experiment(config, folder, **modes, progress=bars, callbacks=callbacks, say=show.remark)
 
 
-def _say_how_to_continue(args: Train, outcome: ExperimentResult) -> None:
+def _say_how_to_continue(out: Path, outcome: ExperimentResult, replaced: bool) -> None:
     from fedrecon._src.storage.run_folder import list_stashes
 
-    assert args.out is not None
     done = f"{outcome.run.rounds} of {outcome.most_rounds} rounds"
-    show.remark(f"stopped after {done}; the model so far is saved in {args.out}")
-    show.remark(f"to continue: fedrecon train --resume {shlex.quote(str(args.out))}")
-    if args.overwrite and (aside := list_stashes(args.out)):
+    show.remark(f"stopped after {done}; the model so far is saved in {out}")
+    show.remark(f"to continue: fedrecon train --resume {shlex.quote(str(out))}")
+    if replaced and (aside := list_stashes(out)):
         show.remark(f"the replaced run stays in {aside[-1]} until this one is complete")
 
 

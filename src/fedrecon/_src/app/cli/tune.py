@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import tyro
 from annotated_types import Ge
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import ClicksConfig, Config, Preset, RatingsConfig
+from fedrecon._src.recommend.config import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Tune:
       config: a JSON file of settings to start from; options given here override it.
     """
 
-    settings: Annotated[Config, tyro.conf.arg(name="")]
+    settings: options.Settings
     out: Path
     budget: str = "5m"
     trials: Annotated[int, Ge(1)] | None = None
@@ -34,7 +34,6 @@ class Tune:
     config: Path | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class TuneRatings(Tune):
     """Try settings on the validation users of a ratings file, and write the best of them as a config file.
 
@@ -42,10 +41,7 @@ class TuneRatings(Tune):
     'fedrecon[tune]'. Example: fedrecon tune ratings.csv --budget 5m --out tuned
     """
 
-    settings: Annotated[RatingsConfig, tyro.conf.arg(name="")]
 
-
-@dataclass(frozen=True, kw_only=True)
 class TuneClicks(Tune):
     """Try settings on the validation users of a file of clicks, and write the best of them as a config file.
 
@@ -53,18 +49,11 @@ class TuneClicks(Tune):
     'fedrecon[tune]'. Example: fedrecon tune plays.csv --task clicks --budget 5m --out tuned
     """
 
-    settings: Annotated[ClicksConfig, tyro.conf.arg(name="")]
-
 
 COMMANDS: dict[str, type[Tune]] = {"ratings": TuneRatings, "clicks": TuneClicks}
 
 
-def parse(argv: Sequence[str]) -> Tune:
-    """Parse the options of the task."""
-    default = options.default_config("tune", argv, tuple(COMMANDS))
-    command = COMMANDS[default.task]
-    args = options.parse(command, "tune", argv, default=command(settings=default, out=tyro.MISSING))
-    return parse([*argv, "--task", "clicks"]) if options.means_clicks("tune", argv, args.settings) else args
+parse = partial(options.parse_for_task, COMMANDS, "tune", out=tyro.MISSING)
 
 
 def run(args: Tune) -> int:
