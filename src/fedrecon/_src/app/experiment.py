@@ -81,8 +81,7 @@ def with_columns(config: Config, run: str | Path, reading: OtherReading) -> tupl
       reading: how the other file is read, where options say so.
     """
     roles = [role for role in COLUMNS if getattr(reading, role) == AS_TRAINED]
-    names = [field.name for field in dataclasses.fields(Reading) if field.name not in roles]
-    resolved = Reading(**{name: getattr(reading, name) for name in names})
+    resolved = Reading(**{f.name: getattr(reading, f.name) for f in dataclasses.fields(Reading) if f.name not in roles})
     if isinstance(config.data, Data) and (Path(run) / RUN).exists():
         with contextlib.suppress(StorageError):  # the model is all that is needed
             data = read_run(run)[0].data
@@ -206,23 +205,19 @@ class ExperimentResult:
 
     Attributes:
       run: parameters and history.
-      algorithm: what was run.
       users: who trained, validated and tested.
-      model: as saved.
+      model: as saved; it knows why the run failed, if it did.
       test: how the model serves the test users; None after an interruption or without any.
       most_rounds: how many rounds it could have had.
       baselines: how the baselines do on the query of the test users; empty if there are none.
-      failed: why the run failed; None if it did not.
     """
 
     run: Run
-    algorithm: Algorithm
     users: Users
     model: SavedModel[Any]
     test: Evaluation | None
     most_rounds: int
     baselines: Table
-    failed: str | None = None
 
 
 def run_experiment(
@@ -305,8 +300,8 @@ def _run(
     run = train_algorithm(ready, algorithm, evaluator, folder=folder, **options)
     if not run.interrupted:
         run = dataclasses.replace(run, params=task.finish(config, users, algorithm, run.params))
-    failed = why_failed(run.history, task)
-    model = _save(folder, SavedModel(config, run.params, ready.legend, failed))
+    model = SavedModel(config, run.params, ready.legend, why_failed(run.history, task))
+    _save(folder, model)
     test: Evaluation | None = None
     table: Table = {}
     if not run.interrupted and len(users.test):
@@ -317,32 +312,29 @@ def _run(
         if is_first_process():
             # Baselines are exact sums over the training users, so those of a private run know only what it released.
             table = task.baselines(config, ready.legend, None if config.privacy.on else users.train, users.test)
-        if (verdict := why_failed(run.history, task, test)) != failed:
-            failed = verdict
-            model = _save(folder, dataclasses.replace(model, failed=failed))
-    folder.describe(
-        facts
-        | {
-            "ended": timestamp(),
-            "rounds": run.rounds,
-            "interrupted": run.interrupted,
-            "failed": failed,
-            "updates": updates_of(run.history),
-            "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
-            "stopped": run.stopped,
-            "best_round": run.best,
-            "test": summarize(test, table) if test else None,
-        }
-    )
+        if (failed := why_failed(run.history, task, test)) != model.failed:
+            model = dataclasses.replace(model, failed=failed)
+            _save(folder, model)
+    ending = {
+        "ended": timestamp(),
+        "rounds": run.rounds,
+        "interrupted": run.interrupted,
+        "failed": model.failed,
+        "updates": updates_of(run.history),
+        "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
+        "stopped": run.stopped,
+        "best_round": run.best,
+        "test": summarize(test, table) if test else None,
+    }
+    folder.describe(facts | ending)
     if not run.interrupted:
         folder.complete()
-    return ExperimentResult(run, algorithm, users, model, test, rounds_of(config, users), table, failed)
+    return ExperimentResult(run, users, model, test, rounds_of(config, users), table)
 
 
-def _save(folder: RunFolder, model: SavedModel[Any]) -> SavedModel[Any]:
+def _save(folder: RunFolder, model: SavedModel[Any]) -> None:
     if is_first_process():
         model.save(folder.model_path)
-    return model
 
 
 def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config, Users]:

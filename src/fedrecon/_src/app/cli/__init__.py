@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141
     except Exception as problem:
-        if os.environ.get("FEDRECON_DEBUG", "") not in ("", "0"):
+        if "--debug" in args or os.environ.get("FEDRECON_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
         code = _fail(*_sentence(problem))
         try:
@@ -110,15 +110,10 @@ def _run_command(name: str, *argv: str) -> int:
 
     command = importlib.import_module(f"fedrecon._src.app.cli.{name}")
     common, rest = parse_common(argv)
-    try:
-        options = command.parse(rest)
-        if name not in WITHOUT_JAX:
-            _prepare_jax(common.compilation_cache)
-        return command.run(options)
-    except Exception:
-        if common.debug:
-            traceback.print_exc()
-        raise
+    options = command.parse(rest)
+    if name not in WITHOUT_JAX:
+        _prepare_jax(common.compilation_cache)
+    return command.run(options)
 
 
 def _prepare_jax(compilation_cache: bool) -> None:

@@ -61,8 +61,8 @@ def run(args: Demo) -> int:
     if outcome.run.interrupted:
         show.remark(f"stopped after {outcome.run.rounds} rounds; the model so far is saved in {args.out}")
         return 130
-    if outcome.failed is not None:
-        show.alarm(f"training failed: {outcome.failed}")
+    if outcome.model.failed is not None:
+        show.alarm(f"training failed: {outcome.model.failed}")
         return FAILED
     if outcome.test is None:
         raise ValueError(f"{args.data} has too few users: none is left to test on")

@@ -153,13 +153,13 @@ def run(args: Train) -> int:
     if is_first_process():
         curve = task.shown(task.curve, outcome.model.config)
         learning_curve(outcome.run.history, folder.plots_path / "learning_curve.png", curve)
-        if outcome.failed is not None:
-            show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {outcome.failed}")
+        if outcome.model.failed is not None:
+            show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {outcome.model.failed}")
         if outcome.run.interrupted:
             _say_how_to_continue(args.out, outcome, replaced=args.overwrite)
         else:
             _report(args.out, outcome, task)
-    return 130 if outcome.run.interrupted else 0 if outcome.failed is None else FAILED
+    return 130 if outcome.run.interrupted else 0 if outcome.model.failed is None else FAILED
 
 
 def train_and_show(
@@ -216,7 +216,7 @@ def _report(out: Path, outcome: ExperimentResult, task: Task[Any, Any, Any]) -> 
         show.remark(say_kept(config, run.best, task.people))
     if run.stopped is not None:
         show.remark(f"stopped after {run.rounds} of {outcome.most_rounds} rounds: {run.stopped}")
-    if outcome.failed is not None:
+    if outcome.model.failed is not None:
         show.remark(f"{out}/metrics.jsonl shows what went wrong; recommend and complete refuse the model of this run")
         return
     print(f"saved: {out} (model/ is all you need for serving; plots/learning_curve.png shows the training)")
