@@ -171,8 +171,7 @@ def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool
       ranked: predict as in training, which is not clipped: clipped predictions of the best items are all the same.
     """
     model = algorithm.model
-    alone = as_clients({"any": np.zeros(1)})
-    key = client_keys(jax.random.key(seed), jnp.asarray(alone.identities()))[0]
+    key = client_keys(jax.random.key(seed), jnp.asarray(as_clients({"any": np.zeros(1)}).identities()))[0]
     start = model.init_local(key) if model.default_local is None else model.default_local(params)
 
     def reconstruct(params: Params, start: Params, columns: Batch, count: Array) -> Params:
@@ -184,8 +183,7 @@ def export_form(algorithm: Algorithm, params: Params, seed: int, *, ranked: bool
             return jax.tree.map(lambda leaf: leaf[0], fixed_start.reconstruct(params, (), support, unused_keys))
 
     def predict(params: Params, local: Params, columns: Batch) -> Array:
-        first = next(iter(columns.values()))
-        step = Step(jnp.ones(first.shape[:1], bool), None) if ranked else None
+        step = Step(jnp.ones(next(iter(columns.values())).shape[:1], bool), None) if ranked else None
         with plain_layers():
             result: Any = predict_in(model, params, local, columns, step)
             return result.values() if hasattr(result, "values") else result  # logits are kept as a product
@@ -311,9 +309,8 @@ class Exporter:
     def _support(self, columns: Columns) -> dict[str, Any]:
         """Name the inputs of a reconstruction from examples: of many, from the newest."""
         columns = {f"example/{name}": column[-self._most :] for name, column in columns.items()}
-        count = np.int32(len(next(iter(columns.values()))))
         examples = {name: padded(column, self._most) for name, column in columns.items()}
-        return {**self._named("start"), **examples, "count": count}
+        return {**self._named("start"), **examples, "count": np.int32(len(next(iter(columns.values()))))}
 
     def reconstruct_graph(self) -> OnnxGraph:
         """Translate reconstruction."""

@@ -50,8 +50,7 @@ def _without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Leave out what no result depends on: sums of metrics, say."""
     from jax.interpreters import partial_eval
 
-    is_used = [True] * len(closed.jaxpr.outvars)
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, is_used, instantiate=True)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
@@ -94,11 +93,10 @@ def _while(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
     split = equation.params["cond_nconsts"]
     of_cond, of_body = values[:split], values[split : split + equation.params["body_nconsts"]]
-    start = tuple(values[split + len(of_body) :])
     return lax.while_loop(
         lambda carry: _closed(cond, (*of_cond, *carry))[0],
         lambda carry: tuple(_closed(body, (*of_body, *carry))),
-        start,
+        tuple(values[split + len(of_body) :]),
     )
 
 
@@ -108,8 +106,7 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     body, length = params["jaxpr"].jaxpr, params["length"]
     # What is stacked has one dimension more than in the body (JAX has renamed the parameters that say how many are).
     carries = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.outvars, body.outvars, strict=True))
-    unstacked = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.invars, body.invars, strict=True))
-    consts = unstacked - carries
+    consts = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.invars, body.invars, strict=True)) - carries
     held, start, stacked = values[:consts], values[consts : consts + carries], values[consts + carries :]
 
     def step(done: Array, carry: Any) -> Any:
@@ -130,8 +127,7 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 def _loop(steps: int, step: Callable[[Array, Any], Any], carry: Any) -> Any:
     """Do what `lax.fori_loop` does, but always as a loop with a condition: the one kind that exporters know well."""
-    start = (jnp.int32(0), carry)
-    return lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, step(c[0], c[1])), start)[1]
+    return lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, step(c[0], c[1])), (jnp.int32(0), carry))[1]
 
 
 def _choose(condition: Array, yes: Array, no: Array) -> Array:
@@ -164,12 +160,11 @@ def _linear_solve(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if len(right) != 1:
         raise ValueError(f"{equation.primitive.name} with {len(right)} right sides")
     vector = right[0]  # (..., size)
-    size = vector.shape[-1]
 
     def column(unit: Array) -> Array:
         return _closed(jaxprs.matvec, (*of_product, jnp.broadcast_to(unit, vector.shape)))[0]
 
-    matrix = jax.vmap(column, out_axes=-1)(jnp.eye(size, dtype=vector.dtype))
+    matrix = jax.vmap(column, out_axes=-1)(jnp.eye(vector.shape[-1], dtype=vector.dtype))
     return [eliminated(matrix, vector)]
 
 
@@ -275,8 +270,7 @@ def _cummax(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     at = jnp.arange(length)
     earlier = at[:, None] <= at if equation.params["reverse"] else at[:, None] >= at
     last = jnp.moveaxis(x, axis, -1)
-    lowest = jnp.iinfo(x.dtype).min
-    result = jnp.max(jnp.where(earlier, last[..., None, :], lowest), -1)
+    result = jnp.max(jnp.where(earlier, last[..., None, :], jnp.iinfo(x.dtype).min), -1)
     return [jnp.moveaxis(result, -1, axis)]
 
 
@@ -349,8 +343,7 @@ def _split_key(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Derive several keys from one."""
     shape = equation.outvars[0].aval.shape
     words = _threefry(_one_key(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))
-    columns = [word.astype(jnp.uint32)[:, None] for word in words]
-    return [Words(jnp.concatenate(columns, 1).reshape(*shape, 2))]
+    return [Words(jnp.concatenate([word.astype(jnp.uint32)[:, None] for word in words], 1).reshape(*shape, 2))]
 
 
 def _random_bits(equation: Any, values: Sequence[Any]) -> Sequence[Any]:

@@ -156,8 +156,7 @@ def _explained(problem: Exception, inline: Callable[..., Any], shapes: Mapping[s
     operation = _operation_of(problem)
     if operation is None:
         return f"jax2onnx cannot translate the function: {type(problem).__name__}: {problem}"
-    jaxpr = jax.make_jaxpr(inline)(*shapes.values()).jaxpr
-    reads = _reads(jaxpr, [{name} for name in shapes], operation) or set()
+    reads = _reads(jax.make_jaxpr(inline)(*shapes.values()).jaxpr, [{name} for name in shapes], operation) or set()
     params = sorted(name for name in reads if name.startswith(("global/", "start/", "local/", "message/")))
     of = f", which reads {', '.join(params)}," if params else ""
     return f"the operation {operation!r}{of} has no translation to ONNX: {problem}"

@@ -140,13 +140,12 @@ class UpdateGraph:
 
     def run(self, named: Mapping[str, Any]) -> list[Any]:
         """Run a round for one client, from named arrays."""
-        algorithm = self._algorithm
         message = unflatten(self._structure, under("message/", named))
         client_state = unflatten(self._state, {path: leaf[None] for path, leaf in under("state/", named).items()})
         cohort, key = self._cohort(named), jax.random.wrap_key_data(named["round_key"])
         with plain_layers():
             upload, client_state = self._started(named["key"]).client(message.method, client_state, cohort, key)
-            summand = encode(algorithm, message, upload, key[None])
+            summand = encode(self._algorithm, message, upload, key[None])
         outputs = self._laid_out(summand)
         outputs |= {f"new_state/{path}": leaf[0] for path, leaf in flatten(client_state)[0].items()}
         self.outputs = list(outputs)

@@ -105,12 +105,11 @@ def rating_baselines(
         raise ValueError(f"`train` and `test` must not be empty (got {len(train)} and {len(test)} clients)")
     if num_items is None:
         num_items = 1 + max(int(part.columns["item"].max()) for part in (train, test))
-    split = split or half()
-    holdout = split_ratings(test, split)
-    if not len(holdout.query.rating):
+    holdout = split_ratings(test, split or half())
+    query = holdout.query
+    if not len(query.rating):
         raise ValueError("no client has query examples; use another split")
     estimate = estimate_ratings(train, num_items, trait_passes=0, transform="none")
-    query = holdout.query
     guesses = {
         "global mean": np.full(len(query.rating), estimate.mean),
         "item mean": np.clip(item_means(train, num_items)[query.item], estimate.low, estimate.high),
@@ -153,8 +152,7 @@ def split_ratings(clients: Clients, split: Split) -> RatingHoldout:
             mask = np.arange(examples.columns["item"].shape[1]) < examples.count[:, None]
             item, rating = (np.asarray(examples.columns[name])[mask] for name in ("item", "rating"))
             side.append(RatingRows(np.repeat(indices, examples.count), item, rating.astype(np.float64)))
-    joined = [RatingRows(*map(np.concatenate, zip(*side, strict=True))) for side in sides]
-    return RatingHoldout(len(clients), *joined)
+    return RatingHoldout(len(clients), *(RatingRows(*map(np.concatenate, zip(*side, strict=True))) for side in sides))
 
 
 # ---- means and biases ----

@@ -94,8 +94,7 @@ def rate_after(
     item = np.concatenate([support.item for support in supports]).astype(np.int32)
     rating = np.concatenate([support.rating for support in supports]).astype(np.float32)
     ends = np.cumsum([np.bincount(support.client, minlength=len(chosen)) for support in supports])
-    people = Clients({"item": item, "rating": rating}, np.append(0, ends[:-1]), ends)
-    local = reconstruct(algorithm, params, people)
+    local = reconstruct(algorithm, params, Clients({"item": item, "rating": rating}, np.append(0, ends[:-1]), ends))
     count = np.bincount(query.client, minlength=len(chosen))
     position = np.arange(len(query.item)) - np.repeat(np.cumsum(count) - count, count)
     items = np.zeros((len(chosen), count.max()), np.int32)
@@ -103,13 +102,13 @@ def rate_after(
     model = algorithm.model
     # Parameters are arguments: those of a saved round are numpy arrays, which no tracer indexes.
     predict = jax.jit(jax.vmap(lambda params, local, item: model.predict(params, local, {"item": item}), (None, 0, 0)))
-    result = {}
-    for number, k in enumerate(after):
-        part = slice(number * len(chosen), (number + 1) * len(chosen))
-        people_params = jax.tree.map(lambda leaf, part=part: leaf[part], local)
-        guess = np.asarray(predict(params, people_params, items))[query.client, position]
-        result[name_after(k)] = baselines.rating_errors(guess, query.rating)["rmse"]
-    return result
+
+    def measure(number: int) -> float:
+        people = jax.tree.map(lambda leaf: leaf[number * len(chosen) : (number + 1) * len(chosen)], local)
+        guess = np.asarray(predict(params, people, items))[query.client, position]
+        return baselines.rating_errors(guess, query.rating)["rmse"]
+
+    return {name_after(k): measure(number) for number, k in enumerate(after)}
 
 
 def rating_baselines_after(train: Clients, clients: Clients, split: Split, num_items: int) -> dict[str, AfterExamples]:
@@ -142,8 +141,8 @@ def shrink_evidence(algorithm: Algorithm, params: Any, clients: Clients, split: 
 
     def measure(changes: Mapping[str, Any]) -> np.ndarray:
         changed = unflatten(structure, {**leaves, **changes})
-        after = (*AFTER, 2**30)  # the last is more than anybody has
-        return np.array(list(rate_after(algorithm, changed, clients, split, after).values()))
+        # The last number of examples is more than anybody has.
+        return np.array(list(rate_after(algorithm, changed, clients, split, (*AFTER, 2**30)).values()))
 
     personal = [path for path in leaves if path.startswith("evidence/") or path.endswith(PERSONAL)]
     limits = measure({path: 0 * leaves[path] for path in personal})
@@ -198,8 +197,7 @@ def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
 
 
 def _ndcg(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> float:
-    result = ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None)
-    return result.metrics["ndcg@100"]
+    return ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None).metrics["ndcg@100"]
 
 
 def _first_users(clients: Clients) -> Clients:

@@ -163,8 +163,7 @@ class PersonalWords:
           n: how many.
           prefix: the letters of the next word that are typed already.
         """
-        inputs = self.inputs(words)
-        context = inputs[-2:] if len(inputs) > 1 else [-1, *inputs]
+        context = [-1, *self.inputs(words)][-2:]
         repeated = np.repeat(probabilities, 2, 0)  # the second row has the context of both
         shares = self.predict(repeated, context).shares[1]
         candidates = [k for k in range(1, len(self.vocabulary) + 1) if self.vocabulary.words[k - 1].startswith(prefix)]

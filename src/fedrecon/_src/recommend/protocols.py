@@ -101,8 +101,7 @@ def sample_candidates(
       [0, 1, 3]
     """
     rng = np.random.default_rng(seed)
-    pairs = np.concatenate([part.user.astype(np.int64) * num_items + part.item for part in (*exclude, test)])
-    taken = np.unique(pairs)
+    taken = np.unique(np.concatenate([part.user.astype(np.int64) * num_items + part.item for part in (*exclude, test)]))
     bounds = np.searchsorted(taken, np.arange(test.users + 1, dtype=np.int64) * num_items)
     result = np.zeros((len(test.item), number), np.int64)
     for row, user in enumerate(test.user):
@@ -258,11 +257,11 @@ def check_negatives(
     """
     columns = np.column_stack([test.item, candidates])
     stride = int(columns.max()) + 1
-    keys, places = np.unique(test.user[:, None] * stride + columns, return_inverse=True)
+    keys, places = np.unique(test.user[:, None].astype(np.int64) * stride + columns, return_inverse=True)
     zero_labels = np.zeros(len(keys))
     for user, item in negatives:
-        item = np.asarray(item)
-        pairs = (np.asarray(user) * stride + item)[item < stride]
+        user, item = np.asarray(user, np.int64), np.asarray(item, np.int64)
+        pairs = (user * stride + item)[item < stride]
         slot = np.minimum(np.searchsorted(keys, pairs), len(keys) - 1)
         np.add.at(zero_labels, slot[keys[slot] == pairs], 1)
     counts = zero_labels[places].reshape(columns.shape)

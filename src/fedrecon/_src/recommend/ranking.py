@@ -116,8 +116,7 @@ def split_items(clients: Clients, split: Split) -> Holdout:
     """
     weighted = "weight" in clients.columns
     weight = clients.columns["weight"] if weighted else np.ones(len(clients.columns["item"]), np.float32)
-    renamed = dataclasses.replace(clients, columns={**clients.columns, "rating": weight})
-    sides = split_ratings(renamed, split)[1:]
+    sides = split_ratings(dataclasses.replace(clients, columns={**clients.columns, "rating": weight}), split)[1:]
     return Holdout(
         *(ItemSets(len(clients), side.client, side.item, side.rating if weighted else None) for side in sides)
     )
@@ -362,8 +361,7 @@ def ndcg(ranks: HiddenRanks, k: int) -> np.ndarray:
       k: how many items are shown.
     """
     gains = np.append(0, np.cumsum(1 / np.log2(np.arange(2, k + 2))))  # of the first 0, 1, ... ranks in total
-    last = np.minimum(ranks.better + ranks.tied, k)
-    expected = (gains[last] - gains[np.minimum(ranks.better, k)]) / ranks.tied
+    expected = (gains[np.minimum(ranks.better + ranks.tied, k)] - gains[np.minimum(ranks.better, k)]) / ranks.tied
     total = np.bincount(ranks.user, expected, len(ranks.sizes))
     return np.where(ranks.sizes > 0, total / gains[np.clip(ranks.sizes, 1, k)], np.nan)
 
@@ -551,8 +549,7 @@ def score_by_model(algorithm: Algorithm, params: Any) -> Scorer:
       >>> import fedrecon as fr
       >>> fr.recommend.score_by_model(algorithm, run.params)  # doctest: +SKIP
     """
-    num_items = len(params["item_embedding"])
-    every = {"item": jnp.arange(num_items, dtype=jnp.int32)}
+    every = {"item": jnp.arange(len(params["item_embedding"]), dtype=jnp.int32)}
     score = jax.jit(jax.vmap(lambda params, local: algorithm.model.predict(params, local, every), (None, 0)))
 
     def scores(support: ItemSets) -> np.ndarray:

@@ -151,8 +151,7 @@ class Recommender(_Served):
         """
         which = slice(None) if items is None else np.array([self._number(item) for item in items], np.int64)
         clients, single = self._clients(people)
-        nobody = np.zeros((0, len(self.items)))
-        parts = [nobody, *(shown for _, _, shown in self._every_score(clients))]
+        parts = [np.zeros((0, len(self.items))), *(shown for _, _, shown in self._every_score(clients))]
         ratings = np.concatenate([part[:, which] for part in parts])
         return ratings[0] if single else ratings
 
@@ -461,8 +460,7 @@ class PersonalCompleter:
         sentences = [words[:max_words] for words in split_text(text)]
         columns = personal_text(text, vocabulary, max_words).columns
         for words, probabilities in zip(sentences, predict_sentences(columns, self._predict), strict=True):
-            expected = expected_counts(probabilities, vocabulary.first_oov)
-            self.words.learn(words, expected, ended=len(words) < max_words)
+            self.words.learn(words, expected_counts(probabilities, vocabulary.first_oov), ended=len(words) < max_words)
         self.sentences += len(sentences)
 
     def suggest(self, prompt: str | Sequence[str], n: int = 5, *, prefix: str = "") -> list[Suggestion]:
@@ -512,9 +510,8 @@ def read_text(path: Path) -> str:
     """
     if not is_readable(path):
         raise DataError(f"{path} is not a file; expected plain text. Check the path.")
-    with open_bytes(path) as stream:
-        data = stream.read()
     try:
-        return data.decode("utf-8-sig")
+        with open_bytes(path) as stream:
+            return stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise DataError(f"{path} is not UTF-8 text ({problem.reason} at byte {problem.start})") from None
