@@ -56,13 +56,11 @@ def _without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr, replacing what `RULES` has a rule for."""
-    bound_values: dict[Any, Any] = {}
+    bound_values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else bound_values[atom]
 
-    bound_values.update(zip(jaxpr.constvars, consts, strict=True))
-    bound_values.update(zip(jaxpr.invars, values, strict=True))
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
         rule = RULES.get(equation.primitive.name, _as_it_is)

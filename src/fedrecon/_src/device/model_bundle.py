@@ -67,26 +67,21 @@ class DeviceTraining(NamedTuple):
         if self.plan.helper is None:
             return saved.trainable(self.plan.rounds)
         multiplier = self.noise_multiplier if self.epsilon is None else self._noise_for(self.epsilon, saved)
-        aggregator = self._plain(saved, examples) if multiplier is None else self._noised(saved, multiplier)
+        if multiplier is not None:
+            return saved.trainable(self.plan.rounds, self._noised(saved, multiplier))
+        weigh = build_weights(saved.config, saved.algorithm.model)
+        tokens = examples * getattr(saved.config.model, "max_words", 1)
+        # A higher limit of metrics would round small losses to nothing.
+        aggregator = self._secure(weigh=weigh, max_weight=float(tokens), max_metric=10.0 * tokens)
         return saved.trainable(self.plan.rounds, aggregator)
 
-    def _plain(self, saved: SavedModel[Any], examples: int) -> Aggregator:
-        tokens = getattr(saved.config.model, "max_words", 1)
-        return secure(
-            self.clip_norm,
-            clients=self.most,
-            weigh=build_weights(saved.config, saved.algorithm.model),
-            max_weight=float(examples * tokens),
-            max_metric=10.0 * examples * tokens,  # more would round small losses to nothing
-            protocol="two-servers",
-            bits=self.bits,
-        )
+    def _secure(self, **options: Any) -> Aggregator:
+        return secure(self.clip_norm, clients=self.most, protocol="two-servers", bits=self.bits, **options)
 
     def _noised(self, saved: SavedModel[Any], multiplier: float) -> Aggregator:
         """Return a mean in which all devices weigh the same, so that the norm bounds what each of them adds."""
         per_round, scales = float(self.per_round or self.plan.least), fixed_scales(saved.config)
-        noise = ClientNoise(multiplier, per_round, self.plan.least, scales, simulated=False)
-        return secure(self.clip_norm, clients=self.most, noise=noise, protocol="two-servers", bits=self.bits)
+        return self._secure(noise=ClientNoise(multiplier, per_round, self.plan.least, scales, simulated=False))
 
     def _noise_for(self, epsilon: float, saved: SavedModel[Any]) -> float:
         """Return the noise multiplier with which all rounds stay within epsilon."""

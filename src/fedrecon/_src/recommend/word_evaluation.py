@@ -162,9 +162,8 @@ class PersonalResults:
         titles = {IMPERSONAL: "nothing personal", FROZEN: "personal, frozen", PERSONAL: "personal, still learning"}
         cells = [["what people get", "top 1", "top 3", "own words", "perplexity", "keystrokes saved"]]
         for name, row in self.rows.items():
-            shares = [f"{100 * row[metric]:.2f} %" for metric in ("top1", "top3", "own_top3")]
-            keys = f"{100 * row['keystrokes']:.2f} %"
-            cells.append([titles.get(name, name), *shares, f"{row['perplexity']:.1f}", keys])
+            *tops, keys = (f"{100 * row[metric]:.2f} %" for metric in ("top1", "top3", "own_top3", "keystrokes"))
+            cells.append([titles.get(name, name), *tops, f"{row['perplexity']:.1f}", keys])
         lines = lay_out(cells, right=True)
         lines.append(
             f"worse off with personal suggestions: {self.worse_off:.0%} of {self.people} people, "
