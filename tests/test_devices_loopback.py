@@ -338,6 +338,10 @@ def test_a_report_that_is_late_is_not_sent_again(coordinator, tmp_path):
         (lambda c: c.arrays.clear(), BundleError),
         (lambda c: c.arrays.update({name: array[:1] for name, array in c.arrays.items()}), BundleError),
         (lambda c: c.arrays.update({name: array * np.nan for name, array in c.arrays.items()}), ParticipationError),
+        (
+            lambda c: c.arrays.update({name: array + np.float64(1e300) for name, array in c.arrays.items()}),
+            ParticipationError,
+        ),
         (lambda c: setattr(c, "check_in", 401), ParticipationError),
         (lambda c: setattr(c, "check_in", 302), ConnectionError),
         (lambda c: setattr(c, "check_in", 500), ConnectionError),

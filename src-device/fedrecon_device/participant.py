@@ -26,6 +26,7 @@ from fedrecon_device.training import Trainer
 TIMEOUT = 60.0  # seconds
 MOST_ANSWER, MOST_BROADCAST = 2**16, 2**30  # bytes
 LONGEST_PAUSE = 86_400.0
+LARGEST = np.finfo(np.float32).max  # graphs compute in float32, whatever type a broadcast has
 DAY = 86_400
 FIRST_PAUSE, LAST_PAUSE = 5.0, 3600.0  # seconds, between two tries to reach the server
 SENDING, SENT, LATE = "sending", "sent", "too late"
@@ -113,6 +114,7 @@ class Participant:
 
         Raises:
           ParticipationError: the server asks for something that the owner did not agree to, or refuses the token.
+          BundleError: what the server sent does not fit the plan.
         """
         pause = FIRST_PAUSE
         while not stop():
@@ -129,6 +131,7 @@ class Participant:
         Raises:
           ParticipationError: the server asks for something that the owner did not agree to, or refuses the token; or
             the owner left meanwhile, or has sent as many reports as the plan's noise is for.
+          BundleError: what the server sent does not fit the plan.
           OSError: the server cannot be reached.
         """
         columns, limits = self.personal.columns(), self.trainer.plan["limits"]
@@ -220,7 +223,7 @@ class Participant:
         if not good or not re.fullmatch("[0-9a-f]{32}", str(about.get("batch"))):
             raise ParticipationError("the broadcast is for another plan, run or round than the task")
         arrays = read_tensors(data, "broadcast")
-        if not all(np.isfinite(array).all() for array in arrays.values()):
+        if not all((np.abs(array) <= LARGEST).all() for array in arrays.values()):  # false of what is not a number, too
             raise ParticipationError("the broadcast has numbers that are not finite")
         return arrays, about
 

@@ -158,6 +158,21 @@ test("a report is in the record before it leaves, and a lost answer is asked for
   assert.deepEqual(first.body, second.body);
 });
 
+test("a report that the server does not take now is sent again until its round is over", async () => {
+  for (const [seconds, refusals, status] of /** @type {const} */ ([[600, 2, "sent"], [0.5, Infinity, "too late"]])) {
+    let left = refusals;
+    const { requests, address } = await start({
+      task: { seconds }, report: (_, response) => response.writeHead(left-- > 0 ? 429 : 201).end(),
+    });
+    const { participant, kept } = join(address);
+    assert.equal((await participant.step(signal)).report.status, status);
+    assert.equal(kept.record.reports[0].status, status);
+    const bodies = requests.filter(({ method }) => method === "PUT").map(({ body }) => body.toString("hex"));
+    assert.equal(bodies.length, status === "sent" ? 3 : 1);
+    assert.equal(new Set(bodies).size, 1);
+  }
+});
+
 test("it sleeps as it is told, with few examples, and when it has reported often enough", async () => {
   const { requests, address } = await start({ checkIn: (_, response) => response.writeHead(204, { "Retry-After": "90" }).end() });
   assert.deepEqual(await join(address).participant.step(signal), { seconds: 90, reason: "told" });
@@ -180,7 +195,8 @@ test("another plan, round or broadcast than agreed to is refused before anything
     { task: { plan: "6".repeat(64) } }, { about: { round: 8 } }, { about: { run: "other" } }, { about: { plan: "6".repeat(64) } },
     { task: { broadcast: "../../secret" } }, { task: { size: 2 ** 30 } },
     { task: { round: 10 }, about: { round: 10 } }, { task: { round: -1 }, about: { round: -1 } }, { values: [1, NaN, 3] },
-    { values: [Infinity, 2, 3] },
+    { values: [Infinity, 2, 3] }, { about: { key: [1] } }, { about: { key: [1, -2] } }, { about: { key: [1, "2"] } },
+    { about: { batch: "ab" } }, { about: { batch: "xy".repeat(16) } }, { task: { run: 7 }, about: { run: 7 } }, { task: { seconds: "soon" } },
   ];
   for (const answers of wrong) {
     const { requests, address } = await start(answers);
@@ -229,5 +245,5 @@ test("it runs until it is told to stop, also while it sleeps", async () => {
   const begun = performance.now();
   setTimeout(() => controller.abort(), 10);
   await sleep(1000, AbortSignal.timeout(20));
-  assert.ok(performance.now() - begun < 900);
+  assert.ok(performance.now() - begun < 60_000); // not 1000 s, also on a busy machine
 });

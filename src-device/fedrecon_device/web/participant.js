@@ -34,7 +34,7 @@ import { Trainer } from "./training.js";
  * @property {() => Columns} columns the owner's examples
  */
 
-const DAY = 86_400, PATIENCE = 600, MOST_BYTES = 1 << 28, TRIES = 4;
+const DAY = 86_400, PATIENCE = 600, TIMEOUT = 600, MOST_BYTES = 1 << 28; // seconds, bytes
 
 /** An answer of the server that trying again does not change. */
 export class Refusal extends Error {}
@@ -112,6 +112,7 @@ export class Participant {
     if (answer.status === 204) return { seconds: told(answer, PATIENCE), reason: "told" };
     const task = /** @type {Task} */ (await answer.json());
     if (task.plan !== this.digest) throw new Refusal("the server trains another plan than the one agreed to");
+    if (typeof task.run !== "string" || !(task.seconds > 0)) throw new Refusal("the server does not answer like a coordinator");
     if (!(Number.isInteger(task.round) && task.round >= 0 && task.round < this.plan.rounds)) {
       throw new Refusal(`the server asks for round ${task.round}; the plan has rounds 0 to ${this.plan.rounds - 1}`);
     }
@@ -175,6 +176,8 @@ export class Participant {
     const data = await answer.arrayBuffer();
     if (data.byteLength !== task.size || (await digestOf(data)) !== task.broadcast) throw new Error("the broadcast was changed");
     const about = JSON.parse(readMetadata(data).fedrecon);
+    const isKey = Array.isArray(about.key) && about.key.length === 2 && about.key.every((/** @type {any} */ word) => word === word >>> 0);
+    if (!isKey || !/^[0-9a-f]{32}$/.test(about.batch)) throw new Refusal("the broadcast has no key or no batch");
     if (about.plan !== this.digest || about.run !== task.run || about.round !== task.round) {
       throw new Refusal("the broadcast is of another plan, run or round");
     }
@@ -193,7 +196,7 @@ export class Participant {
    * @param {AbortSignal} signal
    * @returns {Promise<SentReport>}
    */
-  async send({ run, round, ticket }, record, body, signal) {
+  async send({ run, round, ticket, seconds }, record, body, signal) {
     /** @type {SentReport} */
     const report = {
       time: Math.floor(Date.now() / 1000), plan: this.digest, run, round, bytes: body.length,
@@ -204,13 +207,15 @@ export class Participant {
     const path = `v1/rounds/${round}/reports/${encodeURIComponent(ticket)}`;
     const headers = { "Content-Type": "application/octet-stream" };
     const options = { method: "PUT", body: /** @type {Uint8Array<ArrayBuffer>} */ (body), headers, signal };
-    for (let tries = 1; report.status === "sending"; tries++) {
+    const end = Date.now() / 1000 + Math.min(seconds, DAY);
+    for (let pause = 1; report.status === "sending"; pause = Math.min(2 * pause, 60)) {
       try {
         const { status } = await this.request(path, options, [404, 410]);
         report.status = status < 300 ? "sent" : "too late";
       } catch (problem) {
-        if (signal.aborted || problem instanceof Refusal || tries === TRIES) throw problem;
-        await sleep(2 ** (tries - 1), signal); // the same bytes again: the server counts them once
+        if (signal.aborted || problem instanceof Refusal) throw problem;
+        if (Date.now() / 1000 + pause > end) report.status = "too late";
+        else await sleep(pause, signal); // the same bytes again: the server counts them once
       }
     }
     await this.store.write(record);
@@ -230,7 +235,9 @@ export class Participant {
     const headers = { ...options.headers, Authorization: `Bearer ${token}` };
     /** @type {RequestInit} */
     const safe = { credentials: "omit", redirect: "error", referrerPolicy: "no-referrer", cache: "no-store" };
-    const answer = await fetch(new URL(path, this.server), { ...safe, ...options, headers });
+    const limit = AbortSignal.timeout(1000 * TIMEOUT); // a server that never answers is asked again
+    const ends = AbortSignal.any(options.signal ? [options.signal, limit] : [limit]);
+    const answer = await fetch(new URL(path, this.server), { ...safe, ...options, headers, signal: ends });
     if (answer.ok || expected.includes(answer.status)) return answer;
     const { detail } = await answer.json().catch(() => ({ detail: undefined }));
     const message = `the server answered ${answer.status}${detail ? `: ${detail}` : ""}`;
