@@ -91,8 +91,9 @@ export async function showWriting(bundle, { onChange }) {
     const outputs = found.shape[2];
     const logits = found.data.subarray(prompt.words.length * outputs, (prompt.words.length + 1) * outputs);
     const suggested = person.suggest(logits, prompt.words, SUGGESTED, letters);
-    chips.replaceChildren(...suggested.map(chip));
-    Object.assign(/** @type {any} */ (globalThis).fedrecon ?? {}, { words: suggested, after: words.join(" ") });
+    const lines = suggested.map(chip), shown = Array.from(chips.children, (line) => line.innerHTML);
+    if (lines.map((line) => line.innerHTML).join() !== shown.join()) chips.replaceChildren(...lines); // else one may be pressed just now
+    Object.assign(/** @type {any} */ (globalThis).fedrecon ?? {}, { words: suggested, after: words.join(" "), letters });
   };
 
   /** @param {import("./words.js").Suggestion} one */
