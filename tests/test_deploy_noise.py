@@ -202,7 +202,7 @@ def test_round_zero_over_nodes_is_that_of_the_simulation_if_no_noise_is_drawn(op
     zero = dataclasses.replace(plan.zero, hosts=0)
     union = plan.read_file(files[0]).users.train
     assert sum(map(len, nodes)) == len(union) == zero.clients
-    expected = run_round_zero(zero, union)
+    expected = run_round_zero(zero, union)[0]
     for name in ("mean", "deviation", "low", "high", "noise", "user_variance", "item_bias", "item_count"):
         value, other = getattr(estimate, name), getattr(expected.estimate, name)
         np.testing.assert_allclose(value, other, tolerance, tolerance, err_msg=name)

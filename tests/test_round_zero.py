@@ -1,6 +1,7 @@
 """Round zero: the server sees only sums, estimates the right thing from them, and with noise bounds every answer."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -318,7 +319,8 @@ def test_one_stranger_makes_neither_counts_of_ratings_nor_ratings_of_counts():
 
 def noised(clients, noise_multiplier=ALMOST_NOTHING, secure=False, num_items=ITEMS, **options):
     zero = RoundZero(num_items=num_items, noise_multiplier=noise_multiplier, clients=len(clients), **options)
-    return run_round_zero(zero, clients, np.random.default_rng(0), secure=secure)
+    state, releases = run_round_zero(zero, clients, np.random.default_rng(0), secure=secure)
+    return SimpleNamespace(estimate=state.estimate, releases=releases)
 
 
 BOUNDED = RoundZero(num_items=ITEMS, noise_multiplier=ALMOST_NOTHING, clients=200)

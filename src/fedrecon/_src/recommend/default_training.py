@@ -58,7 +58,7 @@ class TrainOptions(TypedDict, total=False):
 
     Attributes:
       rounds: rounds of training; for ratings, those before priors are relaxed. 200 by default, for clicks 60, for
-        text 400.
+        text 1,000.
       seed: for everything random in training.
       fractions: the shares of clients that train, validate and test; a corpus has them already.
       out: a folder to save the model in.

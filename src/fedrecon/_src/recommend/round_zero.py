@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.random import Generator
@@ -327,27 +327,14 @@ def estimate_ratings(clients: Clients, num_items: int, **options: Any) -> Estima
       >>> estimate.transform, estimate.item_bias.shape == (ratings.num_items,)
       ('none', True)
     """
-    return run_round_zero(RoundZero(num_items=num_items, **options), clients).estimate
-
-
-class Answers(NamedTuple):
-    """What all clients' answers amount to.
-
-    Attributes:
-      estimate: with noise, item counts are weighted and noised.
-      counts: with noise, the same counts, 0 for items that noise hides; None if sums are exact.
-      releases: with noise, one for each question.
-    """
-
-    estimate: Estimate
-    counts: np.ndarray | None = None
-    releases: tuple[Release, ...] = ()
+    return run_round_zero(RoundZero(num_items=num_items, **options), clients)[0].estimate
 
 
 def run_round_zero(
     zero: RoundZero, clients: Clients, rng: Generator | None = None, *, secure: bool = False, noise_scale: float = 1.0
-) -> Answers:
-    """Run round zero over all clients in this process.
+) -> tuple[State, tuple[Release, ...]]:
+    """Run round zero over all clients in this process; return its last state, and with noise what each question gave
+    away.
 
     Args:
       zero: round zero, with a noise multiplier if there is to be noise.
@@ -371,4 +358,4 @@ def run_round_zero(
             release = share.release(1.0)._replace(noise_multiplier=zero.noise_of(state), purpose=PURPOSE)
             releases[state.answered] = release
         state = zero.advance(state, {ANSWER: total}, noise)
-    return Answers(state.estimate, None if state.bounds is None else state.visible_counts, tuple(releases))
+    return state, tuple(releases)

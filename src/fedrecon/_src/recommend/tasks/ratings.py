@@ -20,6 +20,7 @@ from fedrecon._src.data.movielens import NAMES
 from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.data.sources import DataError, RowErrors
 from fedrecon._src.data.tables import JsonLinesError, open_table
+from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend import cold_start
 from fedrecon._src.recommend.baselines import (
     RatingHoldout,
@@ -37,7 +38,7 @@ from fedrecon._src.recommend.config import (
     changed,
     is_default,
 )
-from fedrecon._src.recommend.estimate import Estimate
+from fedrecon._src.recommend.estimate import Estimate, State
 from fedrecon._src.recommend.protection import Population, round_zero_noise
 from fedrecon._src.recommend.rating_model import (
     Items,
@@ -49,7 +50,7 @@ from fedrecon._src.recommend.rating_model import (
     round_zero_of,
 )
 from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split, server_optimizer
-from fedrecon._src.recommend.round_zero import Answers, RoundZero, run_round_zero
+from fedrecon._src.recommend.round_zero import RoundZero, run_round_zero
 from fedrecon._src.recommend.settings import COLUMNS, Scale
 from fedrecon._src.recommend.stopping import say_rounds
 from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Table, Task, Users, split_users
@@ -302,12 +303,13 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
           population: in a private run, compute the noise for these, and let the sums have as much of it as theirs;
             None for those who train.
         """
-        answers = _estimate(config, users.train, len(items), population)
-        config, items = apply_estimate(config, items, answers.estimate, answers.counts)
+        state, releases = _ask(config, users.train, len(items), population)
+        counts = None if state.bounds is None else state.visible_counts
+        config, items = apply_estimate(config, items, state.estimate, counts)
         users = Users(*(self.view(config, part) for part in users))
-        model = build_model(config.model, len(items), answers.estimate)
-        remarks = _remarks(config, data, users, answers.estimate.outliers)
-        return Ready(config, users, items, model, tuple(remarks), answers.releases)
+        model = build_model(config.model, len(items), state.estimate)
+        remarks = _remarks(config, data, users, state.estimate.outliers)
+        return Ready(config, users, items, model, tuple(remarks), releases)
 
     def finish(self, config: RatingsConfig, users: Users, algorithm: Algorithm, params: Any) -> Any:
         """Choose how much implicit feedback says of a newcomer's bias, if there are enough to judge it by."""
@@ -424,17 +426,17 @@ def _round_end(end: float, seen: float) -> float:
     return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
 
 
-def _estimate(config: RatingsConfig, clients: Clients, num_items: int, population: Population | None) -> Answers:
+def _ask(
+    config: RatingsConfig, clients: Clients, num_items: int, population: Population | None
+) -> tuple[State, tuple[Release, ...]]:
     """Run round zero, in a private run with noise."""
     if not config.privacy.on:
         return run_round_zero(round_zero_of(config, num_items), clients)
-    actual = Population(len(clients), config.sampling.cohort_size(len(clients)))
-    target = population or actual
+    target = population or Population(len(clients), config.sampling.cohort_size(len(clients)))
     rng = np.random.default_rng([config.seed, SEED_OF_NOISE])
-    noise = round_zero_noise(config, target)
-    round_zero = round_zero_of(config, num_items, noise_multiplier=noise, clients=len(clients))
-    noise_scale = actual.clients / target.clients
-    return run_round_zero(round_zero, clients, rng, secure=config.aggregate.secure, noise_scale=noise_scale)
+    noise, noise_scale = round_zero_noise(config, target), len(clients) / target.clients
+    zero = round_zero_of(config, num_items, noise_multiplier=noise, clients=len(clients))
+    return run_round_zero(zero, clients, rng, secure=config.aggregate.secure, noise_scale=noise_scale)
 
 
 def _remarks(config: RatingsConfig, ratings: Ratings, users: Users, outliers: int) -> list[str]:
