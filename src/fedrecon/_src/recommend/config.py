@@ -205,12 +205,10 @@ class RatingsConfig(Config):
     @property
     def remedy(self) -> str:
         """What to change if numbers run away."""
-        if self.reconstruct.solver == "gradient-descent":
-            return f"{super().remedy}, or rescale the ratings"
-        return (
-            f"lower --server.learning-rate (now {self.server.learning_rate:g}), raise --reconstruct.ridge (now "
-            f"{self.reconstruct.ridge:g}), or rescale the ratings"
-        )
+        rate, ridge = self.server.learning_rate, self.reconstruct.ridge
+        solved = f"lower --server.learning-rate (now {rate:g}), raise --reconstruct.ridge (now {ridge:g})"
+        descends = self.reconstruct.solver == "gradient-descent"
+        return f"{super().remedy if descends else solved}, or rescale the ratings"
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for settings that must fit together."""

@@ -162,11 +162,10 @@ class SpectralStart(RoundZero):
     def from_tree(self, tree: Mapping[str, np.ndarray], start: Any) -> Any:
         """Undo `to_tree`, for arrays that have its shapes."""
         number = int(np.nan_to_num(tree["answered"]))
+        positive = (tree["item_count"] >= 0).all() and (tree["values"] >= 0).all()
         rules = {
             "the state of round zero has non-finite values": all(np.isfinite(leaf).all() for leaf in tree.values()),
-            "the state of round zero has invalid values": (
-                1 <= number <= PASSES + 1 and (tree["item_count"] >= 0).all() and (tree["values"] >= 0).all()
-            ),
+            "the state of round zero has invalid values": 1 <= number <= PASSES + 1 and positive,
         }
         check_rules(rules, StateError)
         return start._replace(**{**tree, "answered": number})
