@@ -51,6 +51,17 @@ def check_number(
         raise ValueError(f"`{name}` must be a finite number {bounds} (got {value!r:.30})")
 
 
+def check_numbers(numbers: Mapping[str, float | None], **bounds: Any) -> None:
+    """Check several numbers with the same bounds.
+
+    Args:
+      numbers: by the names of the arguments; None passes.
+      **bounds: as for `check_number`.
+    """
+    for name, value in numbers.items():
+        check_number(name, value, **bounds)
+
+
 def check_rules(rules: Mapping[str, Any], error: type[ValueError] = ValueError) -> None:
     """Check several rules.
 

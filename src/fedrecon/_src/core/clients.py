@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -83,20 +83,15 @@ class Clients:
         object.__setattr__(self, "starts", starts)
         object.__setattr__(self, "ends", ends)
         lengths = {name: len(values) for name, values in self.columns.items()}
-        rows, names = min(lengths.values(), default=0), starts if self.names is None else self.names
-        checked = self.totals is None and starts.size > 0 and starts.shape == ends.shape
+        rows, names = min(lengths.values(), default=0), np.size(starts if self.names is None else self.names)
+        paired = starts.ndim == 1 and starts.shape == ends.shape
+        inside = self.totals is not None or not paired or ((starts >= 0) & (starts <= ends) & (ends <= rows)).all()
         rules = {
             "`columns` must have at least one column of examples": bool(lengths),
             f"`columns` must have the same number of rows (got {lengths})": len(set(lengths.values())) <= 1,
-            f"`starts` and `ends` must have one entry per client (got {starts.shape} and {ends.shape})": (
-                starts.ndim == 1 and starts.shape == ends.shape
-            ),
-            f"`names` must have one entry per client (got {np.size(names)} for {starts.size})": (
-                np.size(names) == starts.size
-            ),
-            f"every client needs 0 <= start <= end <= {rows}, the number of rows": (
-                not checked or bool(starts.min() >= 0 and ends.max() <= rows and (starts <= ends).all())
-            ),
+            f"`starts` and `ends` must have one entry per client (got {starts.shape} and {ends.shape})": paired,
+            f"`names` must have one entry per client (got {names} for {starts.size})": names == starts.size,
+            f"every client needs 0 <= start <= end <= {rows}, the number of rows": inside,
         }
         check_rules(rules)
 
@@ -281,9 +276,8 @@ class Clients:
             if self.names is not None:
                 np.save(folder / "names.npy", self.names, allow_pickle=False)
             fields = {name: getattr(self, name) for name in _extra_fields(type(self))}
-            write_clients_manifest(
-                folder, type(self).__name__, columns, Totals(self.num_examples, self.max_size), fields
-            )
+            totals = Totals(self.num_examples, self.max_size)
+            write_clients_manifest(folder, type(self).__name__, columns, totals, fields)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -299,10 +293,10 @@ class Clients:
         manifest = read_folder_manifest(folder / MANIFEST, FORMAT, max_hashed=QUICK_BYTES)
         try:
             columns = {name: map_array(column_path(folder, name)) for name in manifest["columns"]}
-            offsets = map_array(folder / "offsets.npy")
+            offsets = np.asarray(map_array(folder / "offsets.npy"))
             names = np.asarray(map_array(folder / "names.npy")) if (folder / "names.npy").exists() else None
-            fields = dict(manifest["fields"])
-            fields |= {name: map_array(folder / f"field-{name}.npy") for name in manifest["array_fields"]}
+            arrays = {name: map_array(folder / f"field-{name}.npy") for name in manifest["array_fields"]}
+            fields = {**manifest["fields"], **arrays}
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder} is damaged or incomplete: {error}. Write it again.") from error
         totals = Totals(manifest["num_examples"], manifest["max_size"])
@@ -313,7 +307,6 @@ class Clients:
             damaged = "it is damaged: its arrays do not have the lengths that manifest.json records"
             raise ValueError(f"{folder}: {wrong_kind if missing else damaged}")
         extra = {name: fields[name] for name in _extra_fields(cls) if name in fields}
-        offsets = np.asarray(offsets)
         return cls(columns=columns, starts=offsets[:-1], ends=offsets[1:], names=names, totals=totals, **extra)
 
     # ---- views ----
@@ -337,8 +330,7 @@ class Clients:
         Args:
           indices: which clients; all by default.
         """
-        if indices is None:
-            indices = np.arange(len(self))
+        indices = np.arange(len(self)) if indices is None else indices
         return as_words(name_hashes(np.asarray(indices if self.names is None else self.names[indices])))
 
     def at_least(self, n: int) -> Self:
@@ -388,7 +380,7 @@ class Clients:
         """
         check_column(column, self.columns)
         edges = _edges(fractions)
-        whole = self._reordered_by(lambda rows: self.columns[column][rows])
+        whole = self._reordered_by(self.columns[column][rows_of(self.starts, self.ends)])
         bounds = [whole.starts + edge.numerator * whole.sizes // edge.denominator for edge in edges]
         return tuple(dataclasses.replace(whole, starts=start, ends=end, totals=None) for start, end in pairwise(bounds))
 
@@ -400,18 +392,14 @@ class Clients:
         Args:
           seed: decides the order.
         """
-        owner = np.repeat(np.arange(len(self)), self.sizes)
-        number = np.arange(len(owner)) - (np.cumsum(self.sizes) - self.sizes)[owner]  # of the example in its client
+        owner, number = enumerate_rows(self.sizes)
         salt = mix_hashes(as_number(self.identities()), seed)
-        return self._reordered_by(lambda rows: mix_hashes(number.astype(np.uint64), salt[owner]))
+        return self._reordered_by(mix_hashes(number.astype(np.uint64), salt[owner]))
 
-    def _reordered_by(self, keys: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """Copy the examples, those of each client sorted (stably) by `keys(rows)`."""
-        rows = rows_of(self.starts, self.ends)
-        owner = np.repeat(np.arange(len(self)), self.sizes)
-        rows = rows[np.lexsort((keys(rows), owner))]
-        ends = np.cumsum(self.sizes)
-        columns = {name: values[rows] for name, values in self.columns.items()}
+    def _reordered_by(self, keys: np.ndarray) -> Self:
+        """Copy the examples, those of each client sorted (stably) by their keys."""
+        rows = rows_of(self.starts, self.ends)[np.lexsort((keys, enumerate_rows(self.sizes)[0]))]
+        columns, ends = {name: values[rows] for name, values in self.columns.items()}, np.cumsum(self.sizes)
         return dataclasses.replace(self, columns=columns, starts=ends - self.sizes, ends=ends, totals=None)
 
     def fingerprint(self) -> str:
@@ -427,9 +415,7 @@ class Clients:
         digest.update(f"{len(self)} {self.num_examples} {self.max_size}".encode())
         rows = rows_of(sample.starts, sample.ends)
         parts = {f"column {name}": sample.columns[name][rows] for name in sorted(sample.columns)}
-        parts["sizes"] = sample.sizes
-        if sample.names is not None:
-            parts["names"] = sample.names
+        parts |= {"sizes": sample.sizes, **({} if sample.names is None else {"names": sample.names})}
         for label, values in parts.items():
             if values.dtype.kind == "U":  # the width of text is storage, not content
                 values = values.astype(f"U{max(1, int(np.strings.str_len(values).max(initial=1)))}")
@@ -480,6 +466,15 @@ def rows_of(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
 
 
+def enumerate_rows(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Enumerate the rows of several ranges: the range of each row, and its number within the range.
+
+    Args:
+      sizes: how many rows each range has.
+    """
+    return np.repeat(np.arange(len(sizes)), sizes), rows_of(np.zeros(len(sizes), np.int64), sizes)
+
+
 def _edges(fractions: Sequence[float]) -> list[Fraction]:
     """Return 0 and the running sums of the fractions, exact: .8, .1, .1 end at 1, and so do three 1/3."""
     exact = [Fraction(fraction).limit_denominator(1_000_000) for fraction in fractions]
@@ -510,11 +505,10 @@ def with_owner(clients: Clients, *, feature: str = "client") -> Clients:
       >>> fr.data.with_owner(clients).columns["client"].tolist()
       [0, 0, 0, 1, 1, 1]
     """
-    owner = np.repeat(np.arange(len(clients), dtype=np.int32), clients.sizes)
-    rows = rows_of(clients.starts, clients.ends)
+    owner, number = enumerate_rows(clients.sizes)
+    rows, ends = clients.starts[owner] + number, np.cumsum(clients.sizes)
     columns = {name: values[rows] for name, values in clients.columns.items()}
-    ends = np.cumsum(clients.sizes)
-    return Clients(columns | {feature: owner}, ends - clients.sizes, ends, clients.names)
+    return Clients(columns | {feature: owner.astype(np.int32)}, ends - clients.sizes, ends, clients.names)
 
 
 def pooled(clients: Clients, *, seed: int, feature: str = "client") -> Clients:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedrecon._src.core.checks import check_column
-from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.clients import Clients, enumerate_rows, rows_of
 from fedrecon._src.core.keys import as_number, mix_hashes
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.upload import ROW_CHUNK
@@ -135,10 +135,9 @@ def lengths_for(largest: int, needs: Needs) -> Lengths:
       largest: the number of examples of the largest client.
       needs: how its examples are split, and how many of them are used.
     """
-    support, query = (int(counts.max()) for counts in needs.split.counts(np.arange(largest + 1)))
-    support = support if needs.support_limit is None else min(support, needs.support_limit)
-    query = query if needs.query_limit is None else min(query, needs.query_limit)
-    return Lengths(max(1, support), max(1, query))
+    most = [int(counts.max()) for counts in needs.split.counts(np.arange(largest + 1))]
+    limits = zip(most, (needs.support_limit, needs.query_limit), strict=True)
+    return Lengths(*(max(1, count if limit is None else min(count, limit)) for count, limit in limits))
 
 
 class Packer:
@@ -159,7 +158,7 @@ class Packer:
         """
         self._clients, self._needs = clients, needs
         names = list(clients.columns) if needs.columns is None else list(needs.columns)
-        for name in names:
+        for name in [*names, *([] if needs.split.by is None else [needs.split.by])]:
             check_column(name, clients.columns)
         # Plain views: every operation on a memory-mapped array would run a bit of Python, too.
         self._columns = {name: np.asarray(clients.columns[name]) for name in names}
@@ -197,9 +196,8 @@ class Packer:
             if self._distinct[group]:
                 cohort.num_rows[group] = query.count * sum(math.prod(query.columns[f].shape[2:]) for f in features)
                 continue
-            for feature in features:  # of a population without repeats, `_all_distinct` has checked them
-                _check_ids(support.columns[feature], features, rows)
-                _check_ids(query.columns[feature], features, rows)
+            for side, feature in itertools.product((support, query), features):
+                _check_ids(side.columns[feature], features, rows)  # without repeats, `_all_distinct` has checked them
             self._list_rows(cohort, group, rows, features)
         return cohort
 
@@ -247,26 +245,25 @@ class Packer:
         self, starts: np.ndarray, sizes: np.ndarray, identity: np.ndarray, draws: np.ndarray | int
     ) -> np.ndarray | None:
         """List the rows of all examples of the clients in the split's order; None if that is the stored order."""
-        by = self._needs.split.by
-        if self._needs.split.redrawn:
-            owner, j = _ragged(sizes)
-            draws = mix_hashes(as_number(identity), draws)
-            return (starts[owner] + j)[np.lexsort((mix_hashes(j.astype(np.uint64), draws[owner]), owner))]
-        if by is None:
+        split = self._needs.split
+        if split.by is None and not split.redrawn:
             return None
-        check_column(by, self._clients.columns)
-        owner, j = _ragged(sizes)
+        owner, j = enumerate_rows(sizes)
         source = starts[owner] + j
-        return source[np.lexsort((self._clients.columns[by][source], owner))]
+        if split.redrawn or split.by is None:
+            keys = mix_hashes(j.astype(np.uint64), mix_hashes(as_number(identity), draws)[owner])
+        else:
+            keys = self._clients.columns[split.by][source]
+        return source[np.lexsort((keys, owner))]
 
     def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> Examples:
         counts = np.minimum(counts, length)
         pattern = self._needs.split.pattern
         if pattern is None:
-            source = _counted_from(begins, counts)
+            source = rows_of(begins, begins + counts)
         else:
-            j = _counted_from(np.zeros(len(counts), np.int64), counts)
-            source = np.repeat(begins, counts) + pattern(np.arange(length))[j]
+            owner, j = enumerate_rows(counts)
+            source = begins[owner] + pattern(np.arange(length))[j]
         source = source if ordered is None else ordered[source]
         real = np.arange(length) < counts[:, None]
         columns = {name: _spread(np.take(column, source, axis=0), real) for name, column in self._columns.items()}
@@ -317,7 +314,7 @@ class Packer:
             self._scratch[block_keys[::-1]] = seen[begin:end][::-1]
             first[begin:end] = self._scratch[block_keys]
         new = first == seen
-        num_rows = np.bincount(_owners(counts)[new], minlength=clients)
+        num_rows = np.bincount(np.repeat(np.arange(clients), counts)[new], minlength=clients)
         rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
         rows = _spread(flat[new].astype(np.int32), np.arange(capacity) < num_rows[:, None])
         return rows, num_rows.astype(np.int32), rank.astype(np.int32)
@@ -345,7 +342,7 @@ def _all_distinct(clients: Clients, features: Sequence[str], table_rows: int) ->
     ids = [clients.columns[feature] for feature in features]
     if sum(column.size for column in ids) > LOOKED_THROUGH or len(clients) * table_rows >= 2**63:
         return False
-    owner, j = _ragged(clients.ends - clients.starts)
+    owner, j = enumerate_rows(clients.ends - clients.starts)
     source = clients.starts[owner] + j
     flat = np.concatenate([_by_example(column)[source] for column in ids], axis=1)
     _check_ids(flat, features, table_rows)
@@ -376,21 +373,6 @@ def _spread(values: np.ndarray, real: np.ndarray) -> np.ndarray:
     padded = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
     padded[real] = values
     return padded
-
-
-def _owners(counts: np.ndarray) -> np.ndarray:
-    """Return i `counts[i]` times, for each i."""
-    return np.repeat(np.arange(len(counts)), counts)
-
-
-def _counted_from(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Count `begins[i]`, `begins[i] + 1`, ... `counts[i]` times, for each i."""
-    return rows_of(begins, begins + counts)
-
-
-def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Enumerate the `counts[i]` examples of each client i: the client of each, and its number within the client."""
-    return _owners(counts), _counted_from(np.zeros(len(counts), np.int64), counts)
 
 
 def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) -> np.ndarray:

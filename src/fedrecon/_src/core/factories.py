@@ -93,11 +93,9 @@ def recipe_of(made: Any, what: str = "it") -> dict[str, Any]:
             "(optimizers are in fr.optimizers), or pass the same thing again when loading"
         )
     now = _fields(made)
-    record = next((candidate for candidate in candidates if candidate.fields == now), None)
-    if record is None:
-        nearest = candidates[-1]
-        changed = next(name for name, value in now.items() if nearest.fields.get(name) != value)
-        raise RecipeError(f"{what} was changed after {nearest.make} made it: `{changed}` was replaced")
+    record = next((candidate for candidate in candidates if candidate.fields == now), candidates[-1])
+    if changed := [name for name, value in now.items() if record.fields.get(name) != value]:
+        raise RecipeError(f"{what} was changed after {record.make} made it: `{changed[0]}` was replaced")
     settings = {name: _describe(value, f"`{name}` of {record.make}") for name, value in record.arguments.items()}
     return {"make": record.make, "settings": settings}
 
@@ -151,20 +149,18 @@ def _describe(value: Any, what: str) -> Any:
     if isinstance(value, np.ndarray) or hasattr(value, "__jax_array__") or type(value).__name__ == "ArrayImpl":
         array = np.asarray(value)
         return {"array": array.tolist(), "dtype": array.dtype.name}
-    if _anchor(value) is not None and not isinstance(value, Mapping):
-        return recipe_of(value, what)
     if isinstance(value, Mapping):
         return {"mapping": {str(name): _describe(inner, what) for name, inner in value.items()}}
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and _anchor(value) is None:
         return [_describe(inner, what) for inner in value]
     return recipe_of(value, what)
 
 
 def _anchor(made: Any) -> types.FunctionType | None:
     """Return a function that identifies what was made: one that its factory defined."""
-    candidates = [made] if isinstance(made, types.FunctionType) else list(_values(made).values())
-    closures = [f for f in candidates if isinstance(f, types.FunctionType) and "<locals>" in f.__qualname__]
-    return closures[0] if closures else None
+    candidates = [made] if isinstance(made, types.FunctionType) else _values(made).values()
+    functions = (f for f in candidates if isinstance(f, types.FunctionType))
+    return next((f for f in functions if "<locals>" in f.__qualname__), None)
 
 
 def _values(made: Any) -> dict[str, Any]:

@@ -73,6 +73,16 @@ def client_keys(key: Key[Array, ""], identity: Shaped[Any, "clients 2"]) -> Key[
     return jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(identity)
 
 
+def fold_keys(keys: Key[Array, " clients"], number: Any) -> Key[Array, " clients"]:
+    """Fold one number into the keys of several clients.
+
+    Args:
+      keys: the clients' keys.
+      number: what to fold in.
+    """
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+
+
 def words_of(key: Array) -> np.ndarray:
     """Return the two 32-bit words of a key, as a numpy array.
 

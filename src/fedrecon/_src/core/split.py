@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_numbers
 from fedrecon._src.core.factories import register_factory
 
 Sizes = np.ndarray  # (clients,) how many examples each has
@@ -61,8 +61,7 @@ def fraction(support: float, *, by: str | None = None, min_support: int = 1, min
       ([8, 2, 1], [2, 1, 0])
     """
     check_number("support", support, most=1)
-    check_number("min_support", min_support)
-    check_number("min_query", min_query)
+    check_numbers({"min_support": min_support, "min_query": min_query})
 
     def counts(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
         share = np.floor(sizes * support + 0.5 + 1e-9).astype(np.int64)

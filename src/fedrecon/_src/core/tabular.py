@@ -16,21 +16,17 @@ MAX_TEXT_BYTES = 1 << 32  # of a text column, which numpy stores at the width of
 
 def to_arrow(frame: Any) -> pa.Table:
     """Convert a pandas or polars data frame, a pyarrow table or a dict of columns to a pyarrow table."""
-    if isinstance(frame, pa.Table):
-        return frame
-    problem: Exception | str = f"it is {type(frame).__name__}"
     try:
         if hasattr(frame, "to_arrow"):
             return frame.to_arrow()
-        if isinstance(frame, Mapping):
-            return pa.table(dict(frame))
-        if hasattr(frame, "columns") and hasattr(frame, "iloc"):
+        if hasattr(frame, "iloc"):
             return pa.Table.from_pandas(frame, preserve_index=False)
-    except (pa.ArrowException, ValueError, TypeError) as error:
-        problem = error
-    raise ValueError(
-        f"`frame` must be a data frame of pandas, polars (of a lazy one, pass frame.collect()) or pyarrow: {problem}"
-    ) from None
+        return frame if isinstance(frame, pa.Table) else pa.table(dict(frame))
+    except (pa.ArrowException, ValueError, TypeError) as problem:
+        raise ValueError(
+            "`frame` must be a data frame of pandas, polars (of a lazy one, pass frame.collect()) or pyarrow "
+            f"(got {type(frame).__name__}: {problem})"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -45,13 +41,8 @@ def _errors_of(path: str | Path) -> Iterator[None]:
 def read_csv(path: str | Path, delimiter: str, dtypes: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
     """Read the columns with these dtypes (None for integers, floats or text, whichever fits), or all."""
     kinds = {name: np.dtype(dtype) for name, dtype in (dtypes or {}).items() if dtype is not None}
-    convert = pa.csv.ConvertOptions(
-        column_types={
-            name: pa.string() if kind.kind == "U" else pa.from_numpy_dtype(kind) for name, kind in kinds.items()
-        },
-        include_columns=list(dtypes or []),
-        null_values=[""],
-    )
+    types = {name: pa.string() if kind.kind == "U" else pa.from_numpy_dtype(kind) for name, kind in kinds.items()}
+    convert = pa.csv.ConvertOptions(column_types=types, include_columns=list(dtypes or []), null_values=[""])
     with _errors_of(path):
         table = pa.csv.read_csv(path, parse_options=pa.csv.ParseOptions(delimiter=delimiter), convert_options=convert)
     if not table.num_rows:

@@ -77,7 +77,7 @@ class Upload(NamedTuple):
 
     def whole_delta(self) -> dict[str, Array]:
         """Return the change of the global parameters, by path, with whole tables."""
-        return {path: x.whole() if isinstance(x, RowChanges) else x for path, x in self.delta.items()}
+        return map_changes(whole, self.delta)
 
 
 class Summand(NamedTuple):
@@ -165,8 +165,7 @@ def no_total(summand: Any) -> Total:
             return jnp.zeros((change.table, *change.values.shape[2:]), change.values.dtype)
         return jnp.zeros(change.shape[1:], change.dtype)
 
-    parts = {name: {path: empty(change) for path, change in part.items()} for name, part in summand.parts.items()}
-    return Total(parts, {name: empty(value) for name, value in {**summand.scalars, **summand.flags}.items()})
+    return Total(*map_changes(empty, (summand.parts, {**summand.scalars, **summand.flags})))
 
 
 def add(total: Total, summand: Summand) -> Total:
@@ -176,21 +175,18 @@ def add(total: Total, summand: Summand) -> Total:
       total: the sum so far.
       summand: of several clients.
     """
-    parts = {
-        name: {path: _add_change(total.parts[name][path], change, summand.scale) for path, change in part.items()}
-        for name, part in summand.parts.items()
-    }
+    scale = summand.scale
+
+    def add_change(change: Change, total: Array) -> Array:
+        if isinstance(change, RowChanges):
+            return _add_rows(total, change, scale)
+        included = jnp.where(broadcast_clients(scale > 0, change), change, 0)
+        integers = jnp.issubdtype(total.dtype, jnp.integer)
+        return total + (jnp.sum(included, 0, dtype=total.dtype) if integers else jnp.tensordot(scale, included, 1))
+
     small = {**summand.scalars, **summand.flags}
-    return Total(parts, {name: total.scalars[name] + jnp.sum(value, 0) for name, value in small.items()})
-
-
-def _add_change(total: Array, change: Change, scale: Array) -> Array:
-    if isinstance(change, RowChanges):
-        return _add_rows(total, change, scale)
-    included = jnp.where(broadcast_clients(scale > 0, change), change, 0)
-    integers = jnp.issubdtype(total.dtype, jnp.integer)
-    more = jnp.sum(included, 0, dtype=total.dtype) if integers else jnp.tensordot(scale, included, 1)
-    return total + more
+    scalars = jax.tree.map(lambda value, total: total + jnp.sum(value, 0), small, total.scalars)
+    return Total(map_changes(add_change, summand.parts, total.parts), scalars)
 
 
 def _add_rows(total: Array, change: RowChanges, scale: Array) -> Array:
@@ -228,14 +224,28 @@ def broadcast_clients(
     return flags.reshape(-1, *([1] * (values.ndim - 1)))
 
 
+def is_rows(change: Any) -> bool:
+    """Say whether a change is of some rows of a table."""
+    return isinstance(change, RowChanges)
+
+
+def whole(change: Change) -> Array:
+    """Return a change as a whole array."""
+    return change.whole() if isinstance(change, RowChanges) else change
+
+
+def map_changes(function: Callable[..., Any], *trees: Any) -> Any:
+    """Apply a function to the changes, whole or by rows, of several trees of one structure."""
+    return jax.tree.map(function, *trees, is_leaf=is_rows)
+
+
 def values_of(parts: Mapping[str, Mapping[str, Any]]) -> list[Array]:
     """List the arrays of changes in parts, clients first; for changes of rows, their values.
 
     Args:
       parts: of an upload or a summand.
     """
-    changes = [change for part in parts.values() for change in part.values()]
-    return [change.values if isinstance(change, RowChanges) else change for change in changes]
+    return [change.values if is_rows(change) else change for change in jax.tree.leaves(parts, is_leaf=is_rows)]
 
 
 def map_values(function: Callable[[Array], Array], parts: Mapping[str, Mapping[str, Any]]) -> Parts:
@@ -251,4 +261,4 @@ def map_values(function: Callable[[Array], Array], parts: Mapping[str, Mapping[s
             return dataclasses.replace(change, values=function(change.values))
         return function(change)
 
-    return {name: {path: map_change(change) for path, change in part.items()} for name, part in parts.items()}
+    return map_changes(map_change, parts)

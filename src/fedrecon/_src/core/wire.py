@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +15,7 @@ from safetensors.numpy import load, save
 
 from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.core.upload import ROW_CHUNK, RowChanges, Upload
+from fedrecon._src.core.upload import ROW_CHUNK, Upload, is_rows, map_changes
 
 FORMAT, VERSION = "fedrecon-message", "1"
 ABOUT = "fedrecon"
@@ -42,8 +43,8 @@ def to_bytes(value: Any) -> bytes:
       >>> fr.kit.from_bytes(data, like={"bias": np.zeros(3, np.float32)})
       {'bias': array([1., 1., 1.], dtype=float32)}
     """
-    trimmed = jax.tree.map(_trimmed, value, is_leaf=_is_rows)
-    arrays = {path or "value": np.asarray(leaf, order="C") for path, leaf in flatten(trimmed)[0].items()}
+    leaves, _ = flatten(_map_rows(_trim, value))
+    arrays = {path or "value": np.asarray(leaf, order="C") for path, leaf in leaves.items()}
     about = {"format": FORMAT, "version": VERSION, "kind": type(value).__name__}
     return save(arrays, {ABOUT: json.dumps(about)})  # one entry, since several would come in any order
 
@@ -85,7 +86,7 @@ def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
     value = unflatten(structure, {path: arrays[path or "value"] for path in leaves})
     if isinstance(value, Upload):
         _check_clients(value)
-    return jax.tree.map(_padded, value, is_leaf=_is_rows)
+    return _map_rows(_pad, value)
 
 
 def nbytes(tree: Any) -> int:
@@ -121,12 +122,8 @@ def _free_dimensions(like: Any) -> dict[str, int]:
     """Return how many leading dimensions of each array may differ: clients, and rows of tables."""
     if not isinstance(like, Upload):
         return {}
-    ones = jax.tree.map(
-        lambda change: dataclasses.replace(change, ids=2, values=2, count=1) if _is_rows(change) else 1,
-        like,
-        is_leaf=_is_rows,
-    )
-    return flatten(ones)[0]
+    ones = jax.tree.map(lambda leaf: 1, like)
+    return flatten(_map_rows(lambda change: dataclasses.replace(change, ids=2, values=2), ones))[0]
 
 
 def _check_clients(upload: Upload) -> None:
@@ -134,7 +131,7 @@ def _check_clients(upload: Upload) -> None:
     for path, leaf in flatten(upload)[0].items():
         if leaf.shape[0] != clients:
             raise WireError(f"{path!r} is of {leaf.shape[0]} clients, 'examples' of {clients}")
-    for path, change in ((p, c) for part in upload.parts.values() for p, c in part.items() if _is_rows(c)):
+    for path, change in ((p, c) for part in upload.parts.values() for p, c in part.items() if is_rows(c)):
         rows = change.ids.shape[1]
         if change.values.shape[1] != rows:
             raise WireError(f"{path!r} has {rows} ids and {change.values.shape[1]} rows")
@@ -147,26 +144,20 @@ def _check_clients(upload: Upload) -> None:
         check_rules({f"{path!r} {rule}": np.all(holds) for rule, holds in rules.items()}, WireError)
 
 
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, RowChanges)
+def _map_rows(function: Callable[[Any], Any], tree: T) -> T:
+    """Apply a function to the changes of rows in a pytree."""
+    return map_changes(lambda leaf: function(leaf) if is_rows(leaf) else leaf, tree)
 
 
-def _trimmed(change: Any) -> Any:
+def _trim(change: Any) -> Any:
     """Cut off the padding of rows, down to the largest number of rows of any client."""
-    if not _is_rows(change):
-        return change
     most = int(np.max(np.asarray(change.count), initial=0))
     return dataclasses.replace(change, ids=change.ids[:, :most], values=change.values[:, :most])
 
 
-def _padded(change: Any) -> Any:
+def _pad(change: Any) -> Any:
     """Pad lists of rows to a multiple of `ROW_CHUNK`."""
-    if not _is_rows(change):
-        return change
-    short = max(ROW_CHUNK, change.ids.shape[1] + -change.ids.shape[1] % ROW_CHUNK) - change.ids.shape[1]
-    widen = [(0, 0), (0, short)]
-    return dataclasses.replace(
-        change,
-        ids=np.pad(change.ids, widen),
-        values=np.pad(change.values, widen + [(0, 0)] * (change.values.ndim - 2)),
-    )
+    rows = change.ids.shape[1]
+    widen = [(0, 0), (0, max(ROW_CHUNK, rows + -rows % ROW_CHUNK) - rows)]
+    values = np.pad(change.values, widen + [(0, 0)] * (change.values.ndim - 2))
+    return dataclasses.replace(change, ids=np.pad(change.ids, widen), values=values)

@@ -9,6 +9,7 @@ import jax
 from jax import Array
 
 from fedrecon._src.core.factories import register_factory
+from fedrecon._src.core.keys import fold_keys
 from fedrecon._src.core.upload import Parts, Summand, Total
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise
@@ -106,8 +107,7 @@ def chain(*stages: Aggregator) -> Aggregator:
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
         for number, (stage, stage_message) in enumerate(zip(stages, message, strict=True)):
-            stage_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-            summand = stage.encode(stage_message, summand, stage_keys)
+            summand = stage.encode(stage_message, summand, fold_keys(keys, number))
         return summand
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:

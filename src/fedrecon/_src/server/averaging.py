@@ -15,16 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Num
+from jaxtyping import Float
 
-from fedrecon._src.core.checks import check_choice, check_number
+from fedrecon._src.core.checks import check_choice, check_number, check_numbers
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Model, metric_names
 from fedrecon._src.core.pytrees import by_pattern
 from fedrecon._src.core.upload import DELTA, Parts, RowChanges, Summand, Total, leave_out, map_values, values_of
 from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
 
-Weigh = Literal["examples", "sqrt-examples", "uniform"] | Callable[[Array, Array], Array]
+WeightFunction = Callable[[Array, Array], Array]  # (examples, sums), both clients first, -> weights
+Weigh = Literal["examples", "sqrt-examples", "uniform"] | WeightFunction
+WEIGHTS: dict[str, WeightFunction] = {
+    "examples": lambda examples, sums: examples,
+    "sqrt-examples": lambda examples, sums: jnp.sqrt(examples),
+    "uniform": lambda examples, sums: jnp.ones(examples.shape),
+}
 
 
 @register_factory
@@ -87,11 +93,7 @@ def clip(norm: float) -> Aggregator:
       >>> aggregate = aggregators.chain(aggregators.clip(1.0), aggregators.by_weight())
     """
     check_number("clip_norm", norm, above=True)
-
-    def encode(summand: Summand) -> Summand:
-        return clip_to(summand, norms(summand), jnp.float32(norm))
-
-    return stateless(encode)
+    return stateless(lambda summand: clip_to(summand, norms(summand), jnp.float32(norm)))
 
 
 @register_factory
@@ -121,11 +123,10 @@ def by_weight(weigh: Weigh = "examples") -> Aggregator:
       >>> import jax.numpy as jnp
       >>> by_root = fr.aggregators.by_weight(lambda examples, sums: jnp.sqrt(examples))
     """
-    check_weigh(weigh)
+    weights_of = weigher(weigh)
 
     def encode(summand: Summand) -> Summand:
-        takes_part = summand.scale > 0
-        weight = jnp.where(takes_part, weigh_clients(weigh, summand.examples, summand.metrics), 0.0).astype(jnp.float32)
+        weight = jnp.where(summand.scale > 0, weights_of(summand.examples, summand.metrics), 0.0).astype(jnp.float32)
         summand = leave_out(summand, ~jnp.isfinite(weight), "non_finite")
         summand = leave_out(summand, ~(weight > 0))
         weight = jnp.where(summand.scale > 0, weight, 0.0)
@@ -162,10 +163,12 @@ def weight_of(model: Model, metric: str = "loss") -> Callable[[Array, Array], Ar
     return lambda examples, sums: sums[:, index, 1]
 
 
-def check_weigh(weigh: Weigh) -> None:
-    """Refuse a name that is not a way to weigh."""
-    if not callable(weigh):
-        check_choice("weigh", weigh, ("examples", "sqrt-examples", "uniform"))
+def weigher(weigh: Weigh) -> WeightFunction:
+    """Return the function that a way to weigh stands for; refuse a name that is none."""
+    if callable(weigh):
+        return weigh
+    check_choice("weigh", weigh, WEIGHTS)
+    return WEIGHTS[weigh]
 
 
 def norms(summand: Summand) -> Float[Array, " clients"]:
@@ -177,15 +180,12 @@ def norms(summand: Summand) -> Float[Array, " clients"]:
     return jnp.sqrt(squares)
 
 
-def weigh_and_clip(summand: Summand, weigh: Weigh, limit: Array) -> tuple[Summand, Array]:
+def weigh_and_clip(summand: Summand, weights_of: WeightFunction, limit: Array) -> tuple[Summand, Array]:
     """Multiply uploads by weights and scale the products down to a limit; return the norms of the products, too.
 
     However large a weight is, nobody adds more to the sum than the limit.
     """
-    if weigh == "uniform":
-        norm = norms(summand)
-        return clip_to(summand, norm, limit), norm
-    weight = weigh_clients(weigh, summand.examples, summand.metrics)
+    weight = weights_of(summand.examples, summand.metrics)
     weight = jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0.0)
     norm = norms(summand) * weight
     summand = clip_to(summand, norm, limit)
@@ -221,17 +221,6 @@ def all_finite(parts: Mapping[str, Mapping[str, Any]], divisor: Array | float = 
     )
 
 
-def weigh_clients(
-    weigh: Weigh, examples: Num[Array, " clients"], sums: Float[Array, "clients metrics 2"]
-) -> Num[Array, " clients"]:
-    """Return the weights of clients."""
-    if callable(weigh):
-        return weigh(examples, sums)
-    if weigh == "sqrt-examples":
-        return jnp.sqrt(examples)
-    return examples if weigh == "examples" else jnp.ones(examples.shape)
-
-
 # ---- changes in other units while they are clipped, summed and noised: what matters more gets less noise ----
 
 
@@ -260,43 +249,33 @@ def rescale(scales: Scales) -> Aggregator:
         if not (np.isfinite(values).all() and (values >= 0).all() and values.ndim <= 1):
             raise ValueError(f"the scale of {pattern!r} must be a number of at least 0, or one for each row")
 
-    def of(parts: Parts) -> dict[str, Any]:
-        return by_pattern(scales, "scales", dict.fromkeys(parts[DELTA], 0))
+    def apply(function: Callable[[Any, Array], Any], parts: Parts) -> Parts:
+        delta = parts[DELTA]
+        factors = by_pattern(scales, "scales", dict.fromkeys(delta, 0))
+        changed = {path: function(delta[path], jnp.asarray(scale, jnp.float32)) for path, scale in factors.items()}
+        return {**parts, DELTA: {**delta, **changed}}
 
-    def encode(summand: Summand) -> Summand:
-        factors = of(summand.parts)
-        changes = {path: _multiplied(change, factors.get(path)) for path, change in summand.parts[DELTA].items()}
-        return summand._replace(parts={**summand.parts, DELTA: changes})
-
-    def decode(total: Total) -> tuple[Total, Report]:
-        factors = of(total.parts)
-        changes = {path: _divided(values, factors.get(path)) for path, values in total.parts[DELTA].items()}
-        return total._replace(parts={**total.parts, DELTA: changes}), {}
-
-    return stateless(encode, decode)
+    return stateless(
+        lambda summand: summand._replace(parts=apply(_multiply, summand.parts)),
+        lambda total: (total._replace(parts=apply(_divide, total.parts)), {}),
+    )
 
 
-def _multiplied(change: Any, scale: Scale | None) -> Any:
-    if scale is None:
-        return change
-    factor = jnp.asarray(scale, jnp.float32)
+def _multiply(change: Any, factor: Array) -> Any:
     if isinstance(change, RowChanges):
         of_rows = factor if factor.ndim == 0 else factor[change.ids]
-        values = change.values * of_rows.reshape(*of_rows.shape, *[1] * (change.values.ndim - of_rows.ndim))
-        return dataclasses.replace(change, values=values)
-    return change * _of_rows(factor, change.ndim - 1)
+        return dataclasses.replace(change, values=change.values * _widen(of_rows, change.values.ndim))
+    return change * _widen(factor, change.ndim - 1)
 
 
-def _divided(values: Array, scale: Scale | None) -> Array:
-    if scale is None:
-        return values
-    factor = _of_rows(jnp.asarray(scale, jnp.float32), values.ndim)
+def _divide(values: Array, factor: Array) -> Array:
+    factor = _widen(factor, values.ndim)
     return jnp.where(factor > 0, values / jnp.where(factor > 0, factor, 1.0), 0.0)
 
 
-def _of_rows(factor: Array, dimensions: int) -> Array:
+def _widen(factor: Array, dimensions: int) -> Array:
     """Give one number, or one for each row, the dimensions of a table."""
-    return factor if factor.ndim == 0 else factor.reshape(-1, *[1] * (dimensions - 1))
+    return factor if factor.ndim == 0 else factor.reshape(*factor.shape, *[1] * (dimensions - factor.ndim))
 
 
 # ---- adaptive clipping ----
@@ -344,8 +323,7 @@ def adaptive_clip(
       >>> aggregate = aggregators.chain(aggregators.finite(), median, aggregators.by_weight())
     """
     check_number("quantile", quantile, most=1, above=True, below=True)
-    check_number("times", times, above=True)
-    check_number("start", start, above=True)
+    check_numbers({"times": times, "start": start}, above=True)
     check_number("memory", memory, most=1, below=True)
 
     def init(parts: Parts) -> NormsSeen:

@@ -13,9 +13,8 @@ Skellam noise has, since this is a simulation and protects nobody; a deployment 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -23,9 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.checks import check_choice, check_number
+from fedrecon._src.core.checks import check_choice, check_numbers
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.upload import Parts, RowChanges, Summand, Total, broadcast_clients, map_values
+from fedrecon._src.core.keys import fold_keys
+from fedrecon._src.core.upload import (
+    Parts,
+    Summand,
+    Total,
+    broadcast_clients,
+    map_changes,
+    map_values,
+    no_total,
+    whole,
+)
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
 from fedrecon._src.privacy.ring import IntegerGrid, grid, quantise, restore
@@ -33,14 +42,14 @@ from fedrecon._src.server.aggregator import Aggregator, Report, RingSum, chain, 
 from fedrecon._src.server.averaging import (
     Scales,
     Weigh,
+    WeightFunction,
     all_finite,
     by_weight,
-    check_weigh,
     clip,
     finite,
     rescale,
     weigh_and_clip,
-    weigh_clients,
+    weigher,
 )
 from fedrecon._src.server.gaussian import MARGIN
 
@@ -113,81 +122,68 @@ def secure(
     ring = RingSum(protocol, bits)
     if noise is not None:
         noise = ClientNoise(*noise)  # a saved algorithm has it as a plain tuple
-        sized = functools.partial(
-            _share,
-            clip_norm=clip_norm,
-            noise_multiplier=noise.multiplier,
-            clients=clients,
-            least=noise.least,
-            bits=bits,
-        )
-        sized(1)  # bad settings are reported here, not in the first round
+        settings = {"clients": clients, "least": noise.least, "bits": bits, "resolution": RESOLUTION}
+        noise_multiplier = noise.multiplier
+
+        def share(length: int) -> ShareOfNoise:
+            return share_of_noise(clip_norm, length, noise_multiplier, **settings)
+
+        share(1)  # bad settings are reported here, not in the first round
         stages = [] if noise.scales is None else [rescale(noise.scales)]
-        weigh_by, limit = weigh or "uniform", jnp.float32(clip_norm * (1 - MARGIN))
-        check_weigh(weigh_by)
-        clipped = stateless(lambda summand: weigh_and_clip(summand, weigh_by, limit)[0])
-        noised = _noised_integers(sized, noise.per_round, noise.simulated)._replace(ring=ring)
+        weights_of, limit = weigher(weigh or "uniform"), jnp.float32(clip_norm * (1 - MARGIN))
+        clipped = stateless(lambda summand: weigh_and_clip(summand, weights_of, limit)[0])
+        noised = _noised_integers(share, noise.per_round, noise.simulated)._replace(ring=ring)
         return chain(finite(), *stages, clipped, noised)
-    check_number("max_weight", max_weight, above=True)
-    check_number("max_metric", max_metric, above=True)
-    weighed = _at_most(weigh or "examples", max_weight)
+    check_numbers({"max_weight": max_weight, "max_metric": max_metric}, above=True)
+    weighed = _at_most(weigher(weigh or "examples"), max_weight)
     values, counts = grid(clip_norm * max_weight, clients, bits=bits), IntegerGrid(1.0, clients, 1.0, bits)
     scalar_grids = {"weight": grid(max_weight, clients, bits=bits), "sums": grid(max_metric, clients, bits=bits)}
     integers = _integers(values, scalar_grids, counts)._replace(ring=ring)
     return chain(finite(), clip(clip_norm), by_weight(weighed), integers)
 
 
-def _at_most(weigh: Weigh, most: float) -> Weigh:
+def _at_most(weights_of: WeightFunction, most: float) -> WeightFunction:
     def bounded(examples: Array, sums: Array) -> Array:
-        weights = weigh_clients(weigh, examples, sums)
+        weights = weights_of(examples, sums)
         return jnp.where(jnp.isfinite(weights), jnp.minimum(weights, most), weights)
 
-    check_weigh(weigh)
     return bounded
 
 
 def _integers(values: IntegerGrid, scalar_grids: Mapping[str, IntegerGrid], counts: IntegerGrid) -> Aggregator:
     """Make integers of what is added, and numbers of the sum; counts are integers already."""
 
-    def grid_of(name: str) -> IntegerGrid:
-        return scalar_grids.get(name, counts)
+    def convert(function: Callable[..., Array], numbers: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: function(scalar_grids.get(name, counts), value, jnp) for name, value in numbers.items()}
 
     def encode(summand: Summand) -> Summand:
-        small = {name: quantise(grid_of(name), value, jnp) for name, value in summand.scalars.items()}
-        flags = {name: quantise(grid_of(name), value, jnp) for name, value in summand.flags.items()}
+        small, flags = convert(quantise, summand.scalars), convert(quantise, summand.flags)
         return summand._replace(parts=_quantised(values, summand, summand.parts), scalars=small, flags=flags)
 
     def decode(total: Total) -> tuple[Total, Report]:
-        scalars = {name: restore(grid_of(name), value, jnp) for name, value in total.scalars.items()}
+        scalars = convert(restore, total.scalars)
         return Total(map_values(lambda array: restore(values, array, jnp), total.parts), scalars), dict(scalars)
 
     return stateless(encode, decode)
 
 
-def _share(length: int, *, clip_norm: float, noise_multiplier: float, **cohort: int) -> ShareOfNoise:
-    return share_of_noise(clip_norm, length, noise_multiplier, resolution=RESOLUTION, **cohort)
+def _noised_integers(share_for: Callable[[int], ShareOfNoise], per_round: float, simulated: bool) -> Aggregator:
+    """Make integers of what is added, with noise; `share_for` says how much, for a sum of so many numbers."""
 
-
-def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregator:
-    def length_of(parts: Parts, clients_first: bool) -> int:
-        arrays = [change for part in parts.values() for change in part.values()]
-        return sum(math.prod(array.shape[1:] if clients_first else array.shape) for array in arrays)
+    def share_of(parts: Parts) -> ShareOfNoise:
+        return share_for(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts)))
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
-        whole = {name: {path: _whole(change) for path, change in part.items()} for name, part in summand.parts.items()}
-        share = sized(length_of(whole, True))
-        leaves, structure = jax.tree.flatten(_quantised(share.grid, summand, whole))
+        share = share_of(jax.eval_shape(no_total, summand).parts)
+        leaves, structure = jax.tree.flatten(_quantised(share.grid, summand, map_changes(whole, summand.parts)))
         if simulated:
             leaves = [_noised(leaf, share, keys, number) for number, leaf in enumerate(leaves)]
         return summand._replace(parts=jax.tree.unflatten(structure, leaves), scalars={}, flags={})
 
     def decode(state: Any, total: Total, key: Array) -> tuple[Total, Any, Report]:
-        share = sized(length_of(total.parts, False))
+        share = share_of(total.parts)
         parts = jax.tree.map(lambda array: restore(share.grid, array, jnp) / per_round, total.parts)
         return Total(parts, {}), state, {"skipped": ~all_finite(parts)}
-
-    def share_of(parts: Parts) -> ShareOfNoise:
-        return sized(length_of(parts, False))
 
     def release(parts: Parts) -> Release:
         return share_of(parts).release(1.0)
@@ -196,9 +192,8 @@ def _noised_integers(sized: Any, per_round: float, simulated: bool) -> Aggregato
 
 
 def _noised(values: Array, share: ShareOfNoise, keys: Array, number: int) -> Array:
-    leaf_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-    noise = jax.vmap(lambda key: jax.random.normal(key, values.shape[1:]))(leaf_keys) * math.sqrt(share.variance)
-    return values + jnp.rint(noise).astype(jnp.int32).astype(jnp.uint32)
+    noise = jax.vmap(lambda key: jax.random.normal(key, values.shape[1:]))(fold_keys(keys, number))
+    return values + jnp.rint(noise * math.sqrt(share.variance)).astype(jnp.int32).astype(jnp.uint32)
 
 
 def _quantised(grid: IntegerGrid, summand: Summand, parts: Parts) -> Parts:
@@ -209,10 +204,6 @@ def _quantised(grid: IntegerGrid, summand: Summand, parts: Parts) -> Parts:
         return quantise(grid, included * broadcast_clients(summand.scale, array), jnp)
 
     return map_values(quantise_included, parts)
-
-
-def _whole(change: Any) -> Array:
-    return change.whole() if isinstance(change, RowChanges) else change
 
 
 def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts: int = 1) -> Total:
@@ -261,10 +252,9 @@ def to_vectors(summand: Summand) -> np.ndarray:
       [[1, 2, 5], [3, 4, 6]]
     """
     present = np.asarray(summand.scale) > 0
-    whole = jax.tree.map(_whole, summand.parts, is_leaf=lambda change: isinstance(change, RowChanges))
     parts, small = (
         [np.asarray(leaf).reshape(len(present), -1) for leaf in jax.tree.leaves(tree)]
-        for tree in (whole, {**summand.scalars, **summand.flags})
+        for tree in (map_changes(whole, summand.parts), {**summand.scalars, **summand.flags})
     )
     return np.concatenate([*(np.where(present[:, None], part, 0) for part in parts), *small], 1).astype(np.uint32)
 

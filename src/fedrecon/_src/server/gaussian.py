@@ -20,32 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_numbers
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.upload import Parts, Summand, Total
 from fedrecon._src.privacy.accounting import Release, update_noise_for
 from fedrecon._src.privacy.noise import coefficients, correlate, nothing_yet
 from fedrecon._src.server.aggregator import Aggregator, Report, chain
-from fedrecon._src.server.averaging import Scales, Weigh, check_weigh, finite, rescale, weigh_and_clip
+from fedrecon._src.server.averaging import Scales, Weigh, finite, rescale, weigh_and_clip, weigher
 
 MARGIN = 1e-5  # norms are computed in single precision, so uploads are clipped a little below the norm that is claimed
 BELOW = "below"
-
-
-class Noise(NamedTuple):
-    """How much noise a round gets.
-
-    Attributes:
-      updates: standard deviation of the noise in the sum of uploads, in units of the clipping norm.
-      of_count: with adaptive clipping, that of the noise in the count of clients below the norm; else None.
-    """
-
-    updates: float
-    of_count: float | None = None
-
-    def release(self) -> Release:
-        """Return what one round releases if every client takes part."""
-        return Release(self.updates, 1.0, 1, count_noise=self.of_count)
 
 
 @register_factory
@@ -91,49 +75,47 @@ def private(
       >>> aggregate.release({}).noise_multiplier  # what a round gives away, for a ledger
       1.0
     """
-    check_number("clip", clip, above=True)
-    check_weigh(weigh)
-    check_number("noise_multiplier", noise_multiplier, above=True)
-    check_number("per_round", per_round, above=True)
+    check_numbers({"clip": clip, "noise_multiplier": noise_multiplier, "per_round": per_round}, above=True)
     check_number("quantile", quantile, most=1, above=True, below=True)
-    noise = Noise(noise_multiplier)
+    weights_of = weigher(weigh)
     bands: tuple[float, ...] = (1.0,)
     if correlated is not None:
         if rounds is None or quantile is not None:
             rule = "`correlated` noise needs a number of rounds and one clipping norm: give `rounds`, and no `quantile`"
             raise ValueError(f"{rule} (got rounds={rounds}, quantile={quantile})")
         bands = coefficients(correlated, rounds)
-    if quantile is not None:
-        of_count = per_round / 20 if count_noise is None else count_noise
-        noise = Noise(update_noise_for(noise_multiplier, of_count), of_count)
+    count_noise = per_round / 20 if count_noise is None else count_noise
+    update_noise = noise_multiplier if quantile is None else update_noise_for(noise_multiplier, count_noise)
+    apart = len(bands) if len(bands) > 1 else None
+    released = Release(update_noise, 1.0, 1, count_noise=None if quantile is None else count_noise, apart=apart)
 
     def encode(limit: Array, summand: Summand, keys: Array) -> Summand:
         present = summand.scale > 0
-        summand, norm = weigh_and_clip(summand, weigh, limit * (1 - MARGIN))
+        summand, norm = weigh_and_clip(summand, weights_of, limit * (1 - MARGIN))
         # A half up or down, so that one client changes the count by one half at most.
         below = jnp.where(present, jnp.where(norm <= limit, 0.5, -0.5), 0.0)
         return summand._replace(scalars={} if quantile is None else {BELOW: below}, flags={})
 
     def decode(state: _NoiseState, total: Total, key: Array) -> tuple[Total, _NoiseState, Report]:
         limit, past = state
-        fresh = draw_noise(total.parts, noise.updates * limit, jax.random.fold_in(key, 0))
-        if len(bands) > 1:
+        fresh = draw_noise(total.parts, update_noise * limit, jax.random.fold_in(key, 0))
+        if apart is not None:
             fresh, past = correlate(bands, fresh, past)
-        parts = jax.tree.map(lambda values, noise_values: (values + noise_values) / per_round, total.parts, fresh)
-        if quantile is None or noise.of_count is None:
+        parts = jax.tree.map(lambda values, noise: (values + noise) / per_round, total.parts, fresh)
+        if quantile is None:
             return Total(parts, {}), _NoiseState(limit, past), {}
-        counted = total.scalars[BELOW] + noise.of_count * jax.random.normal(jax.random.fold_in(key, 1))
+        counted = total.scalars[BELOW] + count_noise * jax.random.normal(jax.random.fold_in(key, 1))
         share = jnp.clip(counted / per_round + 0.5, 0.0, 1.0)
         follows = limit * jnp.exp(clip_rate * (quantile - share))
         # The exact count must not get into the report under its name.
         return Total(parts, {}), _NoiseState(follows, past), {"clip_norm": limit, BELOW: counted}
 
     clip_and_noise = Aggregator(
-        init=lambda parts: _NoiseState(jnp.float32(clip), nothing_yet(len(bands), parts) if len(bands) > 1 else ()),
+        init=lambda parts: _NoiseState(jnp.float32(clip), () if apart is None else nothing_yet(apart, parts)),
         message=lambda state: state.limit,
         encode=encode,
         decode=decode,
-        release=lambda parts: noise.release()._replace(apart=len(bands) if len(bands) > 1 else None),
+        release=lambda parts: released,
     )
     stages = [] if scales is None else [rescale(scales)]
     return chain(finite(), *stages, clip_and_noise)
