@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Int, Shaped
 
 from fedrecon._src.core.cohort import Examples
-from fedrecon._src.core.model import Batch, Model, ModelState
+from fedrecon._src.core.model import Batch, Model
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
 
 # (carry, batch, mask, the client's context) -> carry, of one client
@@ -150,7 +150,11 @@ def set_local_state(model: Model, params: Params, local: Params, examples: Examp
         return local
 
     def add(total: dict[str, Array], batch: Batch, mask: Array, local: Params) -> dict[str, Array]:
-        statistics = _of_batch(state, params, local, batch, mask)
+        leaves, structure = flatten(local)
+        # Moving averages start from 0, so they become `1 - momentum` times the batch's value.
+        zeros = {path: jnp.zeros_like(leaves[path]) for path in state.momenta}
+        after = state.advance(params, unflatten(structure, leaves | zeros), batch, mask)[1]
+        statistics = {path: value / (1 - state.momenta.get(path, 0.0)) for path, value in after.items()}
         # After its last batch a client gets batches of padding, whose statistics mean nothing.
         counted = {path: jnp.where(jnp.any(mask), jnp.sum(mask) * value, 0) for path, value in statistics.items()}
         return {path: total[path] + counted[path].astype(total[path].dtype) for path in total}
@@ -164,14 +168,3 @@ def set_local_state(model: Model, params: Params, local: Params, examples: Examp
         return jnp.where(count > 0, total / jnp.maximum(count, 1), old).astype(old.dtype)
 
     return unflatten(structure, {**leaves, **{path: mean(sums[path], leaves[path]) for path in state.local}})
-
-
-def _of_batch(state: ModelState, params: Params, local: Params, batch: Batch, mask: Array) -> dict[str, Array]:
-    """Return one client's local state as computed from one batch alone.
-
-    Moving averages start from 0 here, so they become `1 - momentum` times the batch's value.
-    """
-    leaves, structure = flatten(local)
-    empty = {path: jnp.zeros_like(leaves[path]) for path in state.momenta}
-    statistics = state.advance(params, unflatten(structure, {**leaves, **empty}), batch, mask)[1]
-    return {path: value / (1 - state.momenta.get(path, 0.0)) for path, value in statistics.items()}

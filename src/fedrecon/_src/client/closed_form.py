@@ -15,7 +15,7 @@ from jaxtyping import Float
 from fedrecon._src.client.batches import fold_batches
 from fedrecon._src.client.lookup_tables import original_batch
 from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver, measure_all, zero_sums
-from fedrecon._src.core.checks import check_number, check_rules
+from fedrecon._src.core.checks import check_numbers, check_rules
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names
@@ -39,13 +39,12 @@ def closed_form(*, batch_size: int = 16, limit: int | None = None) -> Solver:
       >>> fr.closed_form(limit=200).limit
       200
     """
-    check_number("batch_size", batch_size, least=1)
-    check_number("limit", limit, least=1)
+    check_numbers({"batch_size": batch_size, "limit": limit}, least=1)
 
     def solve(problem: Problem) -> Solution:
         objective = problem.objective
         statistics = objective.model.statistics
-        if statistics is None or problem.tables is not None:
+        if statistics is None or problem.tables.values:
             raise ValueError("`closed_form` needs a model with `statistics` and solves only for local parameters")
 
         def add(total: Params, batch: Batch, mask: Array, held: tuple[Params, Any]) -> Params:
@@ -116,7 +115,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
 
     def solve(problem: Problem) -> Solution:
         objective, examples = problem.objective, _first(limit, problem.examples)
-        assert problem.tables is None, "its reach is whole"
+        assert not problem.tables.values, "its reach is whole"
 
         def solve_client(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:
             mask = jnp.arange(next(iter(batch.values())).shape[0]) < count
@@ -218,16 +217,13 @@ def _error(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array
     Both follow from the loss alone: its first derivative is 2 c (p - y), and its second is 2 c.
     """
 
-    def slope(predictions: Array) -> tuple[Array, Array]:
-        return jax.grad(lambda p: _summed(model, p, batch), has_aux=True)(predictions)
+    def summed(predictions: Array) -> tuple[Array, Array]:
+        values, weights = model.loss(predictions, batch)
+        return jnp.sum(values), weights
 
+    slope = jax.grad(summed, has_aux=True)
     (first, weights), (second, _) = jax.jvp(slope, (predictions,), (jnp.ones_like(predictions),))
     return first / jnp.where(second > 0, second, 1.0), weights * second / 2
-
-
-def _summed(model: Model, predictions: Array, batch: Batch) -> tuple[Array, Array]:
-    values, weights = model.loss(predictions, batch)
-    return jnp.sum(values), weights
 
 
 def _check_least_squares(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:

@@ -24,8 +24,9 @@ from fedrecon._src.client.lookup_tables import (
     read_rows,
 )
 from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_numbers
 from fedrecon._src.core.factories import register_factory
+from fedrecon._src.core.keys import fold_keys
 from fedrecon._src.core.model import Batch, Step
 from fedrecon._src.core.pytrees import Params
 
@@ -64,9 +65,6 @@ class Turn(NamedTuple):
     keys: Array | None
 
 
-TakeStep = Callable[[Carry, Array, Turn], Carry]  # (carry, which step, its examples) -> carry
-
-
 @register_factory
 def gradient_descent(
     optimizer: optax.GradientTransformation,
@@ -93,8 +91,7 @@ def gradient_descent(
       >>> solver.limit  # a client uses at most this many examples
       50
     """
-    check_number("batch_size", batch_size, least=1)
-    check_number("epochs", epochs, least=1)
+    check_numbers({"batch_size": batch_size, "epochs": epochs}, least=1)
     check_number("steps", steps)
     reach_once = functools.cache(lambda: reach(optimizer))
 
@@ -103,19 +100,22 @@ def gradient_descent(
         # If the model has a `predict_train`, padding may enter the statistics of a batch, so it must be real examples.
         batches = Batches(examples, batch_size, epochs=epochs, cyclic=problem.objective.predict_train is not None)
         todo = batches.number * epochs if steps is None else jnp.minimum(batches.number * epochs, steps)
-        tables = (problem.tables or LookupTables({}, {}, {}, {})).in_batches(
-            examples.columns, batches.in_step, batch_size
-        )
+        tables = problem.tables.in_batches(examples.columns, batches.in_step, batch_size)
         columns, slots = batches.arrange(examples.columns), batches.arrange(tables.slots)
         step = _step(problem, tables, optimizer, each=bool(tables.values) and reach_once() == "each")
+        keys = None if problem.objective.predict_train is None else problem.keys
 
         def advance(t: Array, carry: Carry) -> Carry:
             active = t < todo
             mask = batches.mask(t) & active[:, None]
             batch, at = batches.take(columns, t), batches.take(slots, t)
-            return step(carry, t, Turn(batch, at, mask, active, _keys_of_step(problem, t)))
+            return step(carry, t, Turn(batch, at, mask, active, None if keys is None else fold_keys(keys, t)))
 
-        carry = _start(problem, tables, optimizer)
+        clients = examples.count.shape[0]
+        changes = tables.unchanged(clients)
+        # `axis_size` is explicit, since there may be no leaves to solve for.
+        state = jax.vmap(optimizer.init, axis_size=clients)(_with_rows(problem.params, changes))
+        carry = Carry(problem.params, changes, state, zero_sums(problem.objective.model, examples))
         if problem.differentiable:  # a fixed number of steps, so that gradients can flow back through them
             most = int(count_steps(next(iter(examples.columns.values())).shape[1]))
             carry = jax.lax.scan(lambda c, t: (advance(t, c), None), carry, jnp.arange(most))[0]
@@ -123,7 +123,7 @@ def gradient_descent(
             carry = _loop(advance, carry, jnp.max(todo), problem, optimizer, batch_size)
         whole, rest = jnp.divmod(todo, jnp.maximum(batches.number, 1))
         seen = whole * examples.count + jnp.minimum(rest * batch_size, examples.count)
-        return Solution(carry.params, tables.cut(carry.changes), carry.sums, seen, todo)
+        return Solution(carry.params, problem.tables.cut(carry.changes), carry.sums, seen, todo)
 
     limit = steps * batch_size if steps else None  # without steps, whatever else reads the support reads all of it
 
@@ -133,23 +133,9 @@ def gradient_descent(
     return Solver(solve, limit, reach_once, lambda *args: None, batch_size, count_steps)
 
 
-def _start(problem: Problem, tables: LookupTables, optimizer: optax.GradientTransformation) -> Carry:
-    clients = problem.examples.count.shape[0]
-    changes = tables.unchanged(clients)
-    # `axis_size` is explicit, since there may be no leaves to solve for.
-    state = jax.vmap(optimizer.init, axis_size=clients)(_with_rows(problem.params, changes))
-    return Carry(problem.params, changes, state, zero_sums(problem.objective.model, problem.examples))
-
-
 def _with_rows(params: Params, rows: Mapping[str, Any]) -> Params:
     """Return parameters, which are by path if there are tables, with rows of tables."""
     return {**params, **rows} if rows else params
-
-
-def _keys_of_step(problem: Problem, t: Array) -> Array | None:
-    if problem.objective.predict_train is None or problem.keys is None:
-        return None
-    return jax.vmap(jax.random.fold_in, (0, None))(problem.keys, t)
 
 
 def _loop(
@@ -175,7 +161,9 @@ def _loop(
     return carry
 
 
-def _step(problem: Problem, tables: LookupTables, optimizer: optax.GradientTransformation, each: bool) -> TakeStep:
+def _step(
+    problem: Problem, tables: LookupTables, optimizer: optax.GradientTransformation, each: bool
+) -> Callable[[Carry, Array, Turn], Carry]:
     """Return a step on whole parameters, of which every client has its own copy, and on the batch's rows of tables.
 
     Of tables, it never forms gradients, state or updates of other rows. That is exact for optimizers whose reach is
@@ -203,8 +191,8 @@ def _step(problem: Problem, tables: LookupTables, optimizer: optax.GradientTrans
         solved = _with_rows(params, fetched.rows)
         updates, new_state = optimizer.update(_with_rows(grads, row_grads), state, solved)
         if not alone:
-            updates = _where(turn.active, updates, jax.tree.map(jnp.zeros_like, updates))
-            new_state = _where(turn.active, new_state, state)
+            updates = optax.tree.where(turn.active, updates, optax.tree.zeros_like(updates))
+            new_state = optax.tree.where(turn.active, new_state, state)
         rows = {path: updates.pop(path) for path in fetched.rows}
         return _RowUpdate(optax.apply_updates(params, updates), rows, new_state, slot, jnp.where(turn.active, sums, 0))
 
@@ -235,10 +223,6 @@ class _RowUpdate(NamedTuple):
     state: Any  # of whole parameters, and of the batch's rows
     slot: dict[str, Array]  # table -> (ids,) positions in the client's list of rows; past its end for repeats
     sums: Array
-
-
-def _where(active: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(active, a, b), new, old)
 
 
 def _first(params: Params) -> Params:

@@ -29,18 +29,12 @@ def state_labels(optimizer: optax.GradientTransformation, params: Params, tables
         return {}
     labelled = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, path: _Label(path),
+        lambda leaf, path: path,
         jax.eval_shape(optimizer.init, params),
         {path: path for path in params},
-        transform_non_params=lambda leaf: _Label(None),
+        transform_non_params=lambda leaf: "",
     )
-    labels = jax.tree.leaves(labelled, is_leaf=lambda x: isinstance(x, _Label))
-    return {number: label.path for number, label in enumerate(labels) if label.path in tables}
-
-
-class _Label:
-    def __init__(self, path: str | None):
-        self.path = path
+    return {number: path for number, path in enumerate(jax.tree.leaves(labelled)) if path in tables}
 
 
 def map_labelled(function: Callable[..., Any], labels: Mapping[int, str], *states: Any) -> Any:

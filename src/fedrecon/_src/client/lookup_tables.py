@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +30,16 @@ class BatchRows:
     array of rows, which the batch's ids (already renumbered) match.
     """
 
-    def __init__(self, values: Array, ids: Mapping[str, Array], places: Mapping[str, slice]):
+    def __init__(self, values: Array, ids: Mapping[str, Array]):
         """Hold the rows of a batch.
 
         Args:
-          values: `(rows, ...)`.
+          values: `(rows, ...)`, those of one feature after another.
           ids: renumbered ids, by feature.
-          places: where in `values` the rows of each feature are.
         """
-        self.values, self.ids, self.places = values, ids, places
+        self.values, self.ids = values, ids
+        self.shape, self.dtype = values.shape, values.dtype
+        self.places = dict(zip(ids, _slices(ids.values()), strict=True))  # of each feature's rows
 
     def __getitem__(self, index: Any) -> Array:
         """Return rows by renumbered ids."""
@@ -49,16 +51,6 @@ class BatchRows:
     def __jax_array__(self) -> Array:
         """Return the rows, wherever jax.numpy takes an array."""
         return self.values
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the rows."""
-        return self.values.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the rows."""
-        return self.values.dtype
 
 
 def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
@@ -74,27 +66,14 @@ def lookup_groups(model: Model) -> dict[str, tuple[str, ...]]:
     """
     if model.lookups == AUTO:
         return {}
-    groups = {
-        path: (features,) if isinstance(features, str) else tuple(features) for path, features in model.lookups.items()
-    }
-    for path, features in groups.items():
-        for other_path, other_features in groups.items():
-            if set(features) & set(other_features) and features != other_features:
-                raise ValueError(
-                    f"`lookups` of {path!r} and {other_path!r} share features but differ: {features} and "
-                    f"{other_features}; give both the same features, or leave one out"
-                )
+    groups = {path: (ids,) if isinstance(ids, str) else tuple(ids) for path, ids in model.lookups.items()}
+    for (path, features), (other, other_features) in itertools.combinations(groups.items(), 2):
+        if set(features) & set(other_features) and features != other_features:
+            raise ValueError(
+                f"`lookups` of {path!r} and {other!r} share features but differ: {features} and {other_features}; "
+                "give both the same features, or leave one out"
+            )
     return groups
-
-
-def prefixed(prefix: str, lookups: Mapping[str, Any] | Literal["auto"]) -> Any:
-    """Return the lookups of a model whose global parameters were put under a prefix.
-
-    Args:
-      prefix: the prefix of the paths.
-      lookups: the model's lookups before that.
-    """
-    return AUTO if lookups == AUTO else {f"{prefix}/{path}": features for path, features in lookups.items()}
 
 
 def renumber(batch: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,17 +105,17 @@ def group_name(features: Sequence[str]) -> str:
     return ",".join(features)
 
 
-def row_groups(features: Mapping[str, tuple[str, ...]], rows: Mapping[str, int]) -> dict[str, tuple[int, Any]]:
+def row_groups(features: Mapping[str, tuple[str, ...]], tables: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
     """Return the groups of lookup tables, by name: the rows of their smallest table, and their features.
 
     Args:
       features: those that index each table, by its path.
-      rows: how many rows each table has.
+      tables: the tables, or their shapes, by path.
     """
     groups: dict[str, tuple[int, Any]] = {}
     for path, group in features.items():
-        name = group_name(group)
-        groups[name] = (min(rows[path], groups.get(name, (rows[path],))[0]), group)
+        rows, name = tables[path].shape[0], group_name(group)
+        groups[name] = (min(rows, groups.get(name, (rows,))[0]), group)
     return groups
 
 
@@ -169,9 +148,8 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
     leaves, structure = flatten(params)
     groups = lookup_groups(model)
     check_paths(groups, leaves)
-    for features in groups.values():
-        for feature in features:
-            check_column(feature, batch, "`lookups` names it; the clients")
+    for feature in itertools.chain(*groups.values()):
+        check_column(feature, batch, "`lookups` names it; the clients")
     noise, local = random_params(leaves), random_params(local)
     whole = jax.jit(lambda leaves, local, batch: _use(model, unflatten(structure, leaves), local, batch))
     for features in dict.fromkeys(groups.values()):
@@ -180,7 +158,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
         batch = _other_ids(batch, features, min(noise[path].shape[0] for path in paths))
 
         def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
-            tables = LookupTables({path: leaves[path] for path in paths}, dict.fromkeys(paths, features), {}, {})
+            tables = LookupTables({path: leaves[path] for path in paths}, dict.fromkeys(paths, features))
             fetched = tables.fetch(dict.fromkeys(paths, jnp.float32(0)), batch)
             narrowed = {**leaves, **fetched.as_tables(fetched.rows)}
             return _use(model, unflatten(structure, narrowed), local, fetched.batch)
@@ -233,15 +211,10 @@ def _flat(batch: Batch, features: Sequence[str]) -> Array:
     return jnp.concatenate([batch[feature].reshape(-1) for feature in features])
 
 
-def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], dict[str, slice]]:
-    """Number the ids of several features one after another, and return where each feature's rows are."""
-    renumbered, places, start = {}, {}, 0
-    for feature, shape in shapes.items():
-        stop = start + math.prod(shape)
-        renumbered[feature] = jnp.arange(start, stop, dtype=jnp.int32).reshape(shape)
-        places[feature] = slice(start, stop)
-        start = stop
-    return renumbered, places
+def _slices(arrays: Iterable[Array]) -> list[slice]:
+    """Return where the entries of several arrays are if they are laid out one after another."""
+    ends = itertools.accumulate((array.size for array in arrays), initial=0)
+    return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
 
 class RowPosition(NamedTuple):
@@ -267,14 +240,12 @@ class LookupTables(NamedTuple):
       slots: for each of those features, `(clients, examples, ...)` positions in the client's own list of rows. A
         feature that is not here has its rows in the order of the examples, each once.
       capacity: for each table, the length of that list.
-      room: for each table, how many rows the lists have while they are changed; as `capacity` says by default.
     """
 
-    values: Mapping[str, Array]
-    features: Mapping[str, tuple[str, ...]]
-    slots: Mapping[str, Array]
-    capacity: Mapping[str, int]
-    room: Mapping[str, int] | None = None
+    values: Mapping[str, Array] = {}
+    features: Mapping[str, tuple[str, ...]] = {}
+    slots: Mapping[str, Array] = {}
+    capacity: Mapping[str, int] = {}
 
     def in_batches(self, columns: Mapping[str, Array], in_step: bool, size: int) -> LookupTables:
         """Prepare for going through the examples in batches.
@@ -287,33 +258,33 @@ class LookupTables(NamedTuple):
           in_step: whether all clients take the same batch at the same time.
           size: examples per batch.
         """
-        slots, room = dict(self.slots), dict(self.capacity)
+        slots, capacity = dict(self.slots), dict(self.capacity)
         for path, features in self.features.items():
             if features[0] in self.slots:
                 continue
             if in_step and len(features) == 1:
                 shape = columns[features[0]].shape
-                room[path] = max(room[path], -(-shape[1] // size) * size * math.prod(shape[2:]))
+                capacity[path] = max(capacity[path], -(-shape[1] // size) * size * math.prod(shape[2:]))
             else:
                 slots |= slots_in_order(columns, features)
-        return self._replace(slots=slots, room=room)
+        return self._replace(slots=slots, capacity=capacity)
 
     def unchanged(self, clients: int) -> dict[str, Array]:
-        """Return zero changes of every client's rows, `(clients, room, ...)` of each table.
+        """Return zero changes of every client's rows, `(clients, capacity, ...)` of each table.
 
         Args:
           clients: how many there are.
         """
         return {
-            path: jnp.zeros((clients, (self.room or self.capacity)[path], *table.shape[1:]), table.dtype)
+            path: jnp.zeros((clients, self.capacity[path], *table.shape[1:]), table.dtype)
             for path, table in self.values.items()
         }
 
     def cut(self, changes: Mapping[str, Array]) -> dict[str, Array]:
-        """Return changes without the room that only padding of the last batch needs.
+        """Return changes without the rows that only padding of the last batch needs (`in_batches`).
 
         Args:
-          changes: `(clients, room, ...)` by table.
+          changes: `(clients, rows, ...)` by table.
         """
         return {path: lists[:, : self.capacity[path]] for path, lists in changes.items()}
 
@@ -328,11 +299,8 @@ class LookupTables(NamedTuple):
         places = {}
         for path, features in self.features.items():
             ids = sum(math.prod(batch[feature].shape[1:]) for feature in features)
-            at = (
-                jax.vmap(lambda slots_of_client, group=features: _flat(slots_of_client, group))(slots)
-                if features[0] in slots
-                else None
-            )
+            by_client = features[0] in slots
+            at = jax.vmap(lambda slots, group=features: _flat(slots, group))(slots) if by_client else None
             places[path] = RowPosition(at, number * ids, ids)
         return places
 
@@ -343,15 +311,16 @@ class LookupTables(NamedTuple):
           changes: of these rows, `(ids, ...)` by table.
           batch: by feature.
         """
-        laid_out = {group: _lay_out({f: batch[f].shape for f in group}) for group in set(self.features.values())}
-        rows = {}
+        rows, renumbered = {}, {}
+        for group in set(self.features.values()):
+            for feature, span in zip(group, _slices(batch[feature] for feature in group), strict=True):
+                numbers = jnp.arange(span.start, span.stop, dtype=jnp.int32)
+                renumbered[feature] = numbers.reshape(batch[feature].shape)
         for path, table in self.values.items():
             # Packing has checked that ids are in range.
             ids = _flat(batch, self.features[path])
             rows[path] = table.at[ids].get(mode="promise_in_bounds") + changes[path]
-        renumbered = {feature: ids for numbered, _ in laid_out.values() for feature, ids in numbered.items()}
-        places = {path: laid_out[group][1] for path, group in self.features.items()}
-        return FetchedRows(rows, renumber(batch, renumbered), places)
+        return FetchedRows(rows, renumber(batch, renumbered), self.features)
 
 
 class FetchedRows(NamedTuple):
@@ -359,7 +328,7 @@ class FetchedRows(NamedTuple):
 
     rows: dict[str, Array]  # table -> (ids, ...)
     batch: Batch  # with ids renumbered to match
-    places: dict[str, dict[str, slice]]  # table -> feature -> where its rows are in `rows`
+    features: Mapping[str, tuple[str, ...]]  # table -> features that index it
 
     def as_tables(self, rows: Mapping[str, Array]) -> dict[str, BatchRows]:
         """Return values of these rows as the tables that a model expects.
@@ -367,7 +336,8 @@ class FetchedRows(NamedTuple):
         Args:
           rows: table -> (ids, ...).
         """
-        return {path: BatchRows(values, self.batch, self.places[path]) for path, values in rows.items()}
+        ids = {path: {feature: self.batch[feature] for feature in group} for path, group in self.features.items()}
+        return {path: BatchRows(values, ids[path]) for path, values in rows.items()}
 
 
 def merge_repeats(
@@ -419,11 +389,9 @@ def slots_in_order(columns: Mapping[str, Array], features: Sequence[str]) -> dic
     widths = [math.prod(columns[feature].shape[2:]) for feature in features]
     slots = {}
     for feature, begin, width in zip(features, np.cumsum([0, *widths]), widths, strict=False):
-        clients, examples, *rest = columns[feature].shape
-        slots_of_example = np.arange(examples)[:, None] * sum(widths) + begin + np.arange(width)  # (examples, ids)
-        slots[feature] = jnp.broadcast_to(
-            slots_of_example.astype(np.int32).reshape(examples, *rest), (clients, examples, *rest)
-        )
+        shape = columns[feature].shape
+        of_example = np.arange(shape[1])[:, None] * sum(widths) + begin + np.arange(width)  # (examples, ids)
+        slots[feature] = jnp.broadcast_to(of_example.astype(np.int32).reshape(shape[1:]), shape)
     return slots
 
 
@@ -509,11 +477,7 @@ def cut(carry: Any, rows: Mapping[str, int], labels: Mapping[int, str]) -> Any:
       rows: how many rows of each table; empty to keep all.
       labels: which leaves of the state belong to which table (`state_labels`).
     """
-    if not rows:
-        return carry
-    params = carry.params | {path: carry.params[path][:, :count] for path, count in rows.items()}
-    state = map_labelled(lambda path, leaf: leaf[:, : rows[path]], labels, carry.state)
-    return carry._replace(params=params, state=state)
+    return _map_growing(lambda count, leaf: leaf[:, :count], rows, labels, carry)
 
 
 def put_back(carry: Any, part: Any, rows: Mapping[str, int], labels: Mapping[int, str]) -> Any:
@@ -525,10 +489,17 @@ def put_back(carry: Any, part: Any, rows: Mapping[str, int], labels: Mapping[int
       rows: as given to `cut`.
       labels: as given to `cut`.
     """
+    return _map_growing(lambda count, old, new: old.at[:, :count].set(new), rows, labels, carry, part)
+
+
+def _map_growing(
+    function: Callable[..., Array], rows: Mapping[str, int], labels: Mapping[int, str], *carries: Any
+) -> Any:
+    """Apply a function to growing tables and the optimizer's state for them; take all else from the last carry."""
+    last = carries[-1]
     if not rows:
-        return part
-    params = part.params | {
-        path: carry.params[path].at[:, :count].set(part.params[path]) for path, count in rows.items()
-    }
-    state = map_labelled(lambda path, old, new: old.at[:, : rows[path]].set(new), labels, carry.state, part.state)
-    return part._replace(params=params, state=state)
+        return last
+    params = {path: function(count, *(carry.params[path] for carry in carries)) for path, count in rows.items()}
+    states = [carry.state for carry in carries]
+    state = map_labelled(lambda path, *leaves: function(rows[path], *leaves), labels, *states)
+    return last._replace(params=last.params | params, state=state)

@@ -7,9 +7,8 @@ all equations stay the same, except that those gathers take the rows that are av
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,38 +61,33 @@ class Value(NamedTuple):
     tag: Any = None
 
 
-class GatherHandler(Protocol):
-    """What to do when an equation uses a table."""
+class GatherHandler:
+    """What happens when an equation uses a table: gathers run on whole tables, and all uses are recorded."""
 
-    def take(self, eqn: Any, table: TableTag, ids: IdsTag | None, why: str) -> Any:
-        """Return the result of a gather from a table; None to evaluate the gather itself.
+    def __init__(self) -> None:
+        self.features: dict[str, set[str]] = {}  # by which tables are read, by path
+        self.spoiled: dict[str, str] = {}  # how else tables are used
 
-        Args:
-          eqn: the gather.
-          table: its operand.
-          ids: its indices; None if it does something other than take rows at a feature's ids.
-          why: in that case, what it does instead.
-        """
+    def take(self, eqn: Any, table: TableTag, ids: IdsTag) -> Any:
+        """Return the rows that a gather takes from a table at a feature's ids; None to evaluate the gather itself."""
+        self.features.setdefault(table.path, set()).add(ids.feature)
+        return None
 
     def spoil(self, table: TableTag, why: str) -> None:
-        """Note that a table is used in another way than by rows.
-
-        Args:
-          table: the table.
-          why: how it is used.
-        """
+        """Note that a table is used in another way than by rows."""
+        self.spoiled.setdefault(table.path, why)
 
 
-def evaluate(jaxpr: Any, consts: Iterable[Value], arguments: Iterable[Value], tables: GatherHandler) -> list[Value]:
+def evaluate(jaxpr: Any, consts: Iterable[Any], arguments: Iterable[Value], tables: GatherHandler) -> list[Value]:
     """Evaluate a jaxpr; `tables` handles gathers of rows and is notified of any other use of a table.
 
     Args:
       jaxpr: what was traced.
-      consts: values of its constants.
+      consts: its constants.
       arguments: values of its arguments, tables and ids marked.
       tables: the handler.
     """
-    env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env: dict[Any, Value] = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
     env.update(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Value:
@@ -110,15 +104,16 @@ def _equation(eqn: Any, values: list[Value], tables: GatherHandler) -> list[Valu
     marked = [tag for tag in tags if isinstance(tag, TableTag)]
     if name in ("jit", "pjit", "closed_call", "core_call") and any(tag is not None for tag in tags):
         inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-        return evaluate(inner.jaxpr, [Value(c) for c in inner.consts], values, tables)
+        return evaluate(inner.jaxpr, inner.consts, values, tables)
     if name == "remat2" and marked:
         return _checkpointed(eqn, values, tables)
     if marked:
         table = marked[0]
         if name == "gather" and len(marked) == 1 and isinstance(tags[0], TableTag):
             why, ids = _row_gather(eqn, values[1])
-            rows = tables.take(eqn, table, ids, why)
-            if rows is not None:
+            if ids is None:
+                tables.spoil(table, why)
+            elif (rows := tables.take(eqn, table, ids)) is not None:
                 return [Value(rows)]
         elif name in _BY_ROW:
             then = (*table.then, (eqn.primitive, eqn.primitive.get_bind_params(eqn.params)))
@@ -289,7 +284,7 @@ def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
     local, (leaves, structure) = shapes_of(model.init_local), flatten(shapes_of(model.init_global))
     examples = next(iter(batch.values())).shape[0]
     mask: Any = jax.ShapeDtypeStruct((examples,), jnp.bool_)
-    watched = _Watch()
+    watched = GatherHandler()
     calls: list[tuple[Callable, tuple]] = [(model.predict, ())]
     if model.predict_train is not None:
         calls.append((model.predict_train, (Step(mask, jax.eval_shape(lambda: jax.random.key(0))),)))
@@ -299,20 +294,17 @@ def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
         calls.append((_with_local(model.evidence), (mask,)))
     for function, more in calls:
         closed, _ = _trace(function, structure, leaves, local, batch, more)
-        jax.eval_shape(
-            functools.partial(_run, closed, tables=watched, original=batch), leaves, local, dict(batch), more
-        )
-    state = () if model.state is None else model.state.shared
-    reads = {}
-    for path in leaves:
-        if path in state:
-            reads[path] = Reads((), "it is state, not trained")
-        elif path in watched.spoiled:
-            reads[path] = Reads((), watched.spoiled[path])
-        elif path not in watched.features:
-            reads[path] = Reads((), "no row of it is looked up")
-        else:
-            reads[path] = Reads(tuple(sorted(watched.features[path])))
+
+        def run(leaves: Any, *rest: Any, closed: Any = closed) -> list[Any]:
+            marked = {path: Value(leaf, TableTag(path)) for path, leaf in leaves.items()}
+            return _run(closed, watched, marked, {}, *rest)
+
+        jax.eval_shape(run, leaves, local, dict(batch), more)
+    why = {path: "no row of it is looked up" for path in leaves if path not in watched.features}
+    why |= watched.spoiled
+    why |= {} if model.state is None else dict.fromkeys(model.state.shared, "it is state, not trained")
+    by_rows_only = {path: tuple(sorted(ids)) for path, ids in watched.features.items() if path not in why}
+    reads = {path: Reads(by_rows_only.get(path, ()), why.get(path, "")) for path in leaves}
     return _without_conflicts(reads, leaves)
 
 
@@ -349,8 +341,11 @@ def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
             before = original_batch(batch)
             whole = {**leaves, **{path: shapes[path] for path in narrow}}
             closed, out = _trace(function, structure, whole, local, before, more)
-            tables = _Narrow({path: leaves[path] for path in narrow})
-            return jax.tree.unflatten(out, _run(closed, leaves, local, before, more, tables, batch))
+            marked = {path: Value(leaf) for path, leaf in leaves.items()}
+            marked |= {path: Value(None, TableTag(path)) for path in narrow}
+            slots = {name: batch[name] for name in before if ORIGINAL + name in batch}
+            tables = _AvailableRows({path: leaves[path] for path in narrow})
+            return jax.tree.unflatten(out, _run(closed, tables, marked, slots, local, before, more))
 
         return run
 
@@ -389,52 +384,20 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
-class _Watch:
-    """Runs gathers on whole tables, and records by which features tables are read and how else they are used."""
-
-    def __init__(self) -> None:
-        self.features: dict[str, set[str]] = {}
-        self.spoiled: dict[str, str] = {}
-
-    def value(self, path: str, leaf: Any) -> Value:
-        return Value(leaf, TableTag(path))
-
-    def slots(self, feature: str, batch: Batch) -> Any:
-        return None
-
-    def take(self, eqn: Any, table: TableTag, ids: IdsTag | None, why: str) -> Any:
-        if ids is None:
-            self.spoil(table, why)
-        else:
-            self.features.setdefault(table.path, set()).add(ids.feature)
-        return None  # let the equation itself be evaluated
-
-    def spoil(self, table: TableTag, why: str) -> None:
-        self.spoiled.setdefault(table.path, why)
-
-
-class _Narrow:
+class _AvailableRows(GatherHandler):
     """Runs gathers on the rows that are available."""
 
     def __init__(self, tables: Mapping[str, Any]):
         self.tables = tables
 
-    def value(self, path: str, leaf: Any) -> Value:
-        return Value(None, TableTag(path)) if path in self.tables else Value(leaf)
-
-    def slots(self, feature: str, batch: Batch) -> Any:
-        return batch[feature] if ORIGINAL + feature in batch else None
-
-    def take(self, eqn: Any, table: TableTag, ids: IdsTag | None, why: str) -> Any:
-        if ids is None:
-            return self.spoil(table, why)
-        rows, shape = self.tables[table.path], eqn.outvars[0].aval.shape
+    def take(self, eqn: Any, table: TableTag, ids: IdsTag) -> Any:
+        rows = self.tables[table.path]
         if isinstance(rows, BatchRows) and ids.in_order:
             values_read = rows.values[rows.places[ids.feature]]
         else:
             values = rows.values if isinstance(rows, BatchRows) else rows
             values_read = values.at[ids.slots].get(mode="promise_in_bounds")
-        values_read = values_read.reshape(shape)
+        values_read = values_read.reshape(eqn.outvars[0].aval.shape)
         for primitive, params in table.then:
             values_read = primitive.bind(values_read, **params)
         return values_read
@@ -444,24 +407,15 @@ class _Narrow:
 
 
 def _run(
-    closed: Any,
-    leaves: Mapping[str, Any],
-    local: Any,
-    batch: Mapping[str, Any],
-    more: tuple,
-    tables: _Watch | _Narrow,
-    original: Batch,
+    closed: Any, tables: GatherHandler, leaves: Mapping[str, Value], slots: Mapping[str, Any], *rest: Any
 ) -> list[Any]:
-    """Evaluate a traced function, with tables and ids marked."""
-    marked = {path: tables.value(path, leaf) for path, leaf in leaves.items()}
-    columns = {}
+    """Evaluate a traced function of leaves, which are marked, local parameters, a batch and more; mark its ids."""
+    local, batch, more = jax.tree.map(Value, rest)
     for name, column in batch.items():
-        is_ids = jnp.issubdtype(column.dtype, jnp.integer)
-        columns[name] = Value(column, IdsTag(name, tables.slots(name, original)) if is_ids else None)
-    rest = jax.tree.map(Value, (local, more))
-    arguments = jax.tree.leaves((marked, rest[0], columns, rest[1]), is_leaf=lambda x: isinstance(x, Value))
-    consts = [Value(c) for c in closed.consts]
-    outputs = evaluate(closed.jaxpr, consts, arguments, tables)
+        if jnp.issubdtype(column.array.dtype, jnp.integer):
+            batch[name] = column._replace(tag=IdsTag(name, slots.get(name)))
+    arguments = jax.tree.leaves((leaves, local, batch, more), is_leaf=lambda x: isinstance(x, Value))
+    outputs = evaluate(closed.jaxpr, closed.consts, arguments, tables)
     for value in outputs:
         if isinstance(value.tag, TableTag):
             tables.spoil(value.tag, "it is returned unchanged")

@@ -106,7 +106,7 @@ class Problem(NamedTuple):
       params: the starting point, clients first.
       context: what each client holds fixed, clients first.
       examples: each client's examples.
-      tables: lookup tables that are changed by rows, besides `params`; None for none.
+      tables: lookup tables that are changed by rows, besides `params`.
       grows: paths of `params` that are copies of table rows numbered in the order of the examples, and how many ids an
         example has. Early steps can skip rows that no step has touched yet.
       measured: whether to sum the loss and the metrics.
@@ -129,7 +129,7 @@ class Problem(NamedTuple):
     params: Params
     context: Any
     examples: Examples
-    tables: LookupTables | None = None
+    tables: LookupTables = LookupTables()
     grows: Mapping[str, int] = {}
     measured: bool = True
     differentiable: bool = False
@@ -280,13 +280,10 @@ def local_objective(model: Model, params: Params, merge: Callable[[Params, Param
       merge: `(what is solved for, what is held fixed) -> local parameters`.
     """
 
-    def predict(free: Params, fixed: Params, batch: Batch) -> Any:
-        return model.predict(params, merge(free, fixed), batch)
-
-    def predict_train(free: Params, fixed: Params, batch: Batch, step: Step) -> Any:
+    def predict(free: Params, fixed: Params, batch: Batch, step: Step | None = None) -> Any:
         return predict_in(model, params, merge(free, fixed), batch, step)
 
-    return Objective(model, predict, None if model.predict_train is None else predict_train)
+    return Objective(model, predict, None if model.predict_train is None else predict)
 
 
 def start_local(model: Model, params: Params, fresh: Params, support: Examples) -> Params:

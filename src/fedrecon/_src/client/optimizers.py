@@ -149,32 +149,28 @@ def with_prior(
       >>> server.update({"w": jnp.array([0.5])}, server.init(params), params)[0]["w"].tolist()
       [-11.0]
     """
-    for value in prior.values() if isinstance(prior, Mapping) else [prior]:
-        if not callable(value):
-            check_number("prior", value)
+    strengths = list(prior.values()) if isinstance(prior, Mapping) else [prior]
+    for value in strengths:
+        check_number("prior", None if callable(value) else value)
     check_number("examples", examples, above=True)
-
-    def add(updates: optax.Updates, params: optax.Params, state: PriorState) -> optax.Updates:
-        strengths = by_pattern(prior, "prior", params)
-        values, structure = flatten(params if state.start is None else jax.tree.map(jnp.subtract, params, state.start))
-        slopes, _ = flatten(updates)
-        now = {path: value(state.step) if callable(value) else value for path, value in strengths.items()}
-        total = {path: examples * slope + now.get(path, 0.0) * values[path] for path, slope in slopes.items()}
-        return unflatten(structure, total)
-
-    def add_and_count(
-        updates: optax.Updates, state: PriorState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, PriorState]:
-        return add(updates, params, state), state._replace(step=state.step + 1)
 
     def init(params: optax.Params) -> PriorState:
         return PriorState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.asarray, params) if around_start else None)
 
-    if around_start or any(map(callable, prior.values() if isinstance(prior, Mapping) else [prior])):
-        return optax.chain(optax.GradientTransformation(init, add_and_count), optimizer)
-    return optax.chain(
-        optax.stateless(lambda updates, params: add(updates, params, PriorState(jnp.int32(0)))), optimizer
-    )
+    def update(
+        updates: optax.Updates, state: PriorState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, PriorState]:
+        values, structure = flatten(params if state.start is None else jax.tree.map(jnp.subtract, params, state.start))
+        of_leaves = by_pattern(prior, "prior", params)
+        now = {path: value(state.step) if callable(value) else value for path, value in of_leaves.items()}
+        slopes = flatten(updates)[0].items()
+        total = {path: examples * slope + now.get(path, 0.0) * values[path] for path, slope in slopes}
+        return unflatten(structure, total), state._replace(step=state.step + 1)
+
+    if around_start or any(map(callable, strengths)):
+        return optax.chain(optax.GradientTransformation(init, update), optimizer)
+    start = PriorState(jnp.int32(0))
+    return optax.chain(optax.stateless(lambda updates, params: update(updates, start, params)[0]), optimizer)
 
 
 def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> optax.GradientTransformation:
@@ -199,8 +195,7 @@ def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> opta
     def labels(params: Any) -> Any:
         leaves, structure = flatten(params)
         constant = matcher(which, "which", leaves)
-        return unflatten(
-            structure, {path: "constant" if constant(path, leaf) else "free" for path, leaf in leaves.items()}
-        )
+        names = {path: "constant" if constant(path, leaf) else "free" for path, leaf in leaves.items()}
+        return unflatten(structure, names)
 
     return optax.multi_transform({"free": optimizer, "constant": optax.set_to_zero()}, labels)

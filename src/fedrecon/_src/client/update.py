@@ -99,20 +99,6 @@ class Held(NamedTuple):
     pull: Any
 
 
-class _WorkingCopy(NamedTuple):
-    """The global parameters as a block of clients works on them.
-
-    Attributes:
-      copies: every client's copies, by path, clients first; of lookup tables, copies of the client's rows.
-      tables: lookup tables that are changed by rows instead; None for none.
-      cohort: the block, with ids renumbered if tables were copied by rows.
-    """
-
-    copies: dict[str, Array]
-    tables: LookupTables | None
-    cohort: Cohort
-
-
 class Updater:
     """Runs U for blocks of clients.
 
@@ -154,7 +140,7 @@ class Updater:
         """
         check_solver("update", update)
         through_support = through_support or model.evidence is not None
-        self.model, self._update, self._through_support = model, update, through_support
+        self.model, self.solver, self._through_support = model, update, through_support
         self._surrogate = surrogate
         features = {} if whole_tables else lookup_groups(model)
         reach = update.reach() if features else "whole"
@@ -171,8 +157,8 @@ class Updater:
         """
         shapes = flatten(shapes_of(self.model.init_global))[0]
         check_paths(self._features, shapes)
-        groups = row_groups(self._features, {path: shapes[path].shape[0] for path in self._features})
-        return Needs(split, support_limit, self._update.limit, groups, self._through_support)
+        groups = row_groups(self._features, shapes)
+        return Needs(split, support_limit, self.solver.limit, groups, self._through_support)
 
     def run(
         self,
@@ -198,36 +184,34 @@ class Updater:
         """
         leaves, structure = flatten(params)
         cohort = self._with_rows(cohort, leaves)
-        working = self._working_copy(leaves, cohort)
-        copies = unflatten(structure, {**leaves, **working.copies})
-        start, point_of = _flatten_point(Point(copies, solved))
+        copies, tables, block = self._working_copy(leaves, cohort)
+        params = unflatten(structure, {**leaves, **copies})
+        start, point_of = _flatten_point(Point(params, solved))
         shared = () if self.model.state is None else self.model.state.shared
         state = [*(GLOBAL + path for path in shared), *(LOCAL + path for path in self.model.local_state)]
         fixed = {path: start[path] for path in state if path in start}
-        by_rows = {} if working.tables is None else working.tables.values
         sees_all_rows = self._through_support or self._surrogate is not None  # of a client, in every step
         growing = () if sees_all_rows or self._by_steps else self._features
-        solution = self._update.solve(
+        support, sent = block.support if self._through_support else (), () if self._surrogate is None else params
+        solution = self.solver.solve(
             Problem(
                 objective=self._objective(predict, point_of),
-                params={path: leaf for path, leaf in start.items() if path not in fixed and path not in by_rows},
-                context=Held(
-                    context,
-                    working.cohort.support if self._through_support else (),
-                    fixed,
-                    () if self._surrogate is None else copies,
-                    pull,
-                ),
-                examples=working.cohort.query,
-                tables=working.tables,
+                params={path: leaf for path, leaf in start.items() if path not in fixed and path not in tables.values},
+                context=Held(context, support, fixed, sent, pull),
+                examples=block.query,
+                tables=tables,
                 grows={GLOBAL + path: self._ids(path, cohort) for path in growing},
                 keys=keys,
             )
         )
         after = start | solution.params
         if shared:
-            after |= self._advance_statistics(working, after, solution.changes, point_of, context)
-        delta = {path: after[GLOBAL + path] - copy for path, copy in working.copies.items()}
+            if tables.values:  # clients have rows of them only, so ids must be renumbered to match
+                rows = {GLOBAL + path: cohort.rows[group] for path, group in self.groups.items()}
+                after |= {path: tables.values[path][rows[path]] + change for path, change in solution.changes.items()}
+                block = self._renumbered(cohort)
+            after |= self._advance_statistics(block.query, after, point_of, context)
+        delta = {path: after[GLOBAL + path] - copy for path, copy in copies.items()}
         delta |= _under(GLOBAL, solution.changes)
         changes: dict[str, Any] = {path: delta[path] for path in leaves}
         for path, group in self.groups.items():  # the ids and the changes of a client's rows
@@ -262,10 +246,9 @@ class Updater:
 
     def _with_rows(self, cohort: Cohort, leaves: Mapping[str, Any]) -> Cohort:
         """Add the lists of rows that packing left out, since they follow from the examples."""
-        query, groups = cohort.query, row_groups(self._features, {p: jnp.shape(leaves[p])[0] for p in self._features})
         in_order = {
-            group: rows_in_order(query.columns, query.count, features, fewest)
-            for group, (fewest, features) in groups.items()
+            group: rows_in_order(*cohort.query, features, fewest)
+            for group, (fewest, features) in row_groups(self._features, leaves).items()
             if group not in cohort.rows
         }
         return cohort._replace(rows={**cohort.rows, **in_order})
@@ -274,8 +257,13 @@ class Updater:
         """Return how many ids of a table one example has."""
         return sum(math.prod(cohort.query.columns[feature].shape[2:]) for feature in self._features[path])
 
-    def _working_copy(self, leaves: dict[str, Array], cohort: Cohort) -> _WorkingCopy:
-        """Copy the global parameters for every client, except lookup tables that are changed by rows."""
+    def _working_copy(self, leaves: dict[str, Array], cohort: Cohort) -> tuple[dict[str, Array], LookupTables, Cohort]:
+        """Copy the global parameters for every client, except lookup tables that are changed by rows.
+
+        Returns:
+          Every client's copies, by path, clients first, of lookup tables only the client's rows; lookup tables that are
+          changed by rows instead; and the block, with ids renumbered if tables were copied by rows.
+        """
         clients = cohort.query.count.shape[0]
         rows = {path: cohort.rows[group] for path, group in self.groups.items()}
         dense = {
@@ -284,7 +272,7 @@ class Updater:
             if path not in rows
         }
         if not rows:
-            return _WorkingCopy(dense, None, cohort)
+            return dense, LookupTables(), cohort
         if self._by_steps:
             tables = LookupTables(
                 {GLOBAL + path: jnp.asarray(leaves[path]) for path in rows},
@@ -292,25 +280,16 @@ class Updater:
                 cohort.slots,
                 {GLOBAL + path: ids.shape[1] for path, ids in rows.items()},
             )
-            return _WorkingCopy(dense, tables, cohort)
+            return dense, tables, cohort
         copies = {path: jnp.asarray(leaves[path]).at[ids].get(mode="promise_in_bounds") for path, ids in rows.items()}
-        return _WorkingCopy({**dense, **copies}, None, self._renumbered(cohort))
+        return {**dense, **copies}, LookupTables(), self._renumbered(cohort)
 
     def _advance_statistics(
-        self,
-        working: _WorkingCopy,
-        after: Mapping[str, Array],
-        changes: Mapping[str, Array],
-        point_of: Callable[[Mapping[str, Any]], Point],
-        context: Any,
+        self, query: Examples, after: Mapping[str, Array], point_of: Callable[[Mapping[str, Any]], Point], context: Any
     ) -> dict[str, Array]:
         """Advance the global state over query, batch by batch as the layers do, with all else as it is after U."""
-        state, cohort = self.model.state, working.cohort
+        state = self.model.state
         assert state is not None
-        if working.tables is not None:  # clients have rows of them only, so ids must be renumbered to match
-            rows = {GLOBAL + path: cohort.rows[group] for path, group in self.groups.items()}
-            changed = {path: working.tables.values[path][rows[path]] + changes[path] for path in changes}
-            after, cohort = {**after, **changed}, self._renumbered(cohort)
 
         def step(shared: dict[str, Array], batch: Batch, mask: Array, held: Any) -> dict[str, Array]:
             point = point_of({**held[0], **shared})
@@ -320,7 +299,7 @@ class Updater:
             return jax.tree.map(lambda new, old: jnp.where(jnp.any(mask), new, old), advanced, shared)
 
         shared = {GLOBAL + path: after[GLOBAL + path] for path in state.shared}
-        return fold_batches(step, shared, (after, context), cohort.query, self._update.batch_size, cyclic=True)
+        return fold_batches(step, shared, (after, context), query, self.solver.batch_size, cyclic=True)
 
     def _renumbered(self, cohort: Cohort) -> Cohort:
         """Replace ids by positions in the client's list of rows."""
@@ -398,9 +377,7 @@ def second_order_predict(model: Model, reconstruct: Solver) -> Predict:
         fresh, key = context
         start = start_local(model, params, fresh, support)
         if jax.tree.leaves(start):
-            single = Examples({name: column[None] for name, column in support.columns.items()}, support.count[None])
-            alone = jax.tree.map(lambda leaf: leaf[None], start)
-            keys = None if key is None else key[None]
+            alone, single, keys = jax.tree.map(lambda leaf: leaf[None], (start, support, key))  # a block of one client
             solution = solve_local(model, reconstruct, params, alone, single, keys=keys, differentiable=True)
             start = jax.tree.map(lambda leaf: leaf[0], solution)
         return predict_in(model, params, start, batch, step)

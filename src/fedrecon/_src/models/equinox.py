@@ -59,7 +59,7 @@ def from_equinox(
 
     def start(key: Array) -> tuple[Arrays, Arrays]:
         made, state = pair(key)
-        return flatten(eqx.filter(made, eqx.is_inexact_array))[0], dict(_numbered(state))
+        return flatten(eqx.filter(made, eqx.is_inexact_array))[0], _numbered(state)
 
     # Everything that is not a parameter (activation functions, sizes, flags) does not depend on the key.
     fixed_module, fixed_state = pair(jax.random.key(0))
@@ -73,7 +73,8 @@ def from_equinox(
         # Equinox compares the types of old and new state, and what comes from outside the trace has another type (and
         # from JAX 0.11 on another sharding) than the result of an addition.
         state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.number) else leaf for name, leaf in state.items()}
-        states = (_put_leaves(fixed_state, state),) if has_state else ()
+        numbered = [state[name] for name in _numbered(fixed_state)]
+        states = (jax.tree.unflatten(jax.tree.structure(fixed_state), numbered),) if has_state else ()
 
         def call(inputs: tuple, named: dict[str, Any], key: Array | None) -> Any:
             more = {"key": key} if "key" in names else {}
@@ -86,7 +87,7 @@ def from_equinox(
             examples = jax.tree.leaves((inputs, named))[0].shape[0]
             keys = None if mode.key is None else jax.random.split(mode.key, examples)
             outputs, new = jax.vmap(call, axis_name=axis_name, out_axes=(0, None))(inputs, named, keys)
-        return outputs, dict(_numbered(new))
+        return outputs, _numbered(new)
 
     def locate(layer: Any) -> list[str] | None:
         return _locate(original, layer) if isinstance(layer, eqx.Module) else None
@@ -94,9 +95,9 @@ def from_equinox(
     return adapt(Network(start, run, "key" in names, locate, _momenta(eqx, fixed_module, fixed_state)), **options)
 
 
-def _numbered(state: Any) -> list[tuple[str, Any]]:
+def _numbered(state: Any) -> Arrays:
     """Name the leaves of an Equinox state by number, since they have no paths."""
-    return [(f"state/{number}", leaf) for number, leaf in enumerate(jax.tree.leaves(state))]
+    return {f"state/{number}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
 
 
 def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
@@ -115,12 +116,7 @@ def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
             continue
         index = layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
         momenta |= {id(leaf): layer.momentum for leaf in jax.tree.leaves(state.get(index))}
-    return {name: momenta[id(leaf)] for name, leaf in _numbered(state) if id(leaf) in momenta}
-
-
-def _put_leaves(state: Any, leaves: Arrays) -> Any:
-    """Undo `_numbered`, in the structure of `state`."""
-    return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name, _ in _numbered(state)])
+    return {name: momenta[id(leaf)] for name, leaf in _numbered(state).items() if id(leaf) in momenta}
 
 
 def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:
@@ -129,18 +125,16 @@ def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:
     def has_flag(node: Any) -> bool:
         return hasattr(node, "inference")
 
-    def flags(tree: Any) -> list[Any]:
-        return [node.inference for node in jax.tree.leaves(tree, is_leaf=has_flag) if has_flag(node)]
+    def flagged(tree: Any) -> list[Any]:
+        return [node for node in jax.tree.leaves(tree, is_leaf=has_flag) if has_flag(node)]
 
-    nodes = [node for node in jax.tree.leaves(module, is_leaf=has_flag) if has_flag(node)]
+    nodes = flagged(module)
     values = [not mode.statistics if isinstance(node, eqx.nn.BatchNorm) else mode.key is None for node in nodes]
-    return eqx.tree_at(flags, module, values) if nodes else module
+    return eqx.tree_at(lambda tree: [node.inference for node in flagged(tree)], module, values) if nodes else module
 
 
 def _locate(module: Any, layer: Any) -> list[str]:
     """List the paths of a layer's parameters inside a module."""
-    nodes = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer)[0]
-    prefix = next((path_name(path) for path, node in nodes if node is layer), None)
-    if prefix is None:
-        return []
-    return [f"{prefix}/{path}" for path in flatten(layer)[0]]
+    nodes = jax.tree_util.tree_leaves_with_path(module, is_leaf=lambda node: node is layer)
+    prefixes = [path_name(path) for path, node in nodes if node is layer][:1]
+    return [f"{prefix}/{path}" for prefix in prefixes for path in flatten(layer)[0]]

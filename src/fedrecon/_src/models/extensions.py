@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.client.lookup_tables import prefixed
 from fedrecon._src.core.checks import MOST_FLOAT, check_number
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step, Weighted, predict_in
-from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, path_name, unflatten
+from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step, Weighted, predict_in, shapes_of
+from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, unflatten
 
 
 @register_factory
@@ -45,12 +44,19 @@ def learned_default(model: Model) -> Model:
         shared_key, local_key = jax.random.split(key)
         return {"shared": model.init_global(shared_key), "default_local": model.init_local(local_key)}
 
-    extended = _under_shared(model, init_global, prefixed("shared", model.lookups))
+    extended = _under_shared(model, init_global)
     return extended._replace(default_local=lambda params: params["default_local"])
 
 
-def _under_shared(model: Model, init_global: Callable[[Array], Params], lookups: Any) -> Model:
-    """Return a model whose global parameters are those of another under `shared`, and more."""
+def _lookups(model: Model, tables: Mapping[str, str]) -> Any:
+    """Return the lookups of a model whose global parameters were put under `shared`, with further tables."""
+    if model.lookups == AUTO:
+        return AUTO
+    return {**{f"shared/{path}": features for path, features in model.lookups.items()}, **tables}
+
+
+def _under_shared(model: Model, init_global: Callable[[Array], Params], tables: Mapping[str, str] = {}) -> Model:
+    """Return a model whose global parameters are those of another under `shared`, and more, such as lookup tables."""
 
     def within(function: Callable[..., Any] | None) -> Any:
         return None if function is None else lambda params, *rest: function(params["shared"], *rest)
@@ -58,7 +64,7 @@ def _under_shared(model: Model, init_global: Callable[[Array], Params], lookups:
     return model._replace(
         init_global=init_global,
         predict=within(model.predict),
-        lookups=lookups,
+        lookups=_lookups(model, tables),
         default_local=within(model.default_local),
         evidence=within(model.evidence),
         predict_train=within(model.predict_train),
@@ -101,7 +107,7 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", move
       >>> model.init_global(jax.random.key(0))["evidence"]["user_embedding"].shape
       (10, 2)
     """
-    local = jax.eval_shape(model.init_local, jax.random.key(0))
+    local = shapes_of(model.init_local)
     if model.evidence is not None or not jax.tree.leaves(local):
         raise ValueError("`model` must have local parameters and must not use implicit feedback already")
 
@@ -121,10 +127,8 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", move
         start |= {path: jnp.tensordot(weight, table[support[feature]], 1) for path, table in tables.items()}
         return unflatten(structure, start)
 
-    lookups: Any = prefixed("shared", model.lookups)
-    if lookups != AUTO:
-        lookups |= {f"evidence/{path}": feature for path in moved}
-    return _under_shared(model, init_global, lookups)._replace(evidence=evidence)
+    tables = {f"evidence/{path}": feature for path in moved}
+    return _under_shared(model, init_global, tables)._replace(evidence=evidence)
 
 
 @register_factory
@@ -156,8 +160,9 @@ def client_table(model: Model, num_clients: int, *, feature: str = "client") -> 
     if model.state is not None:
         raise ValueError("`client_table` cannot have batch statistics; make the model with state='frozen'")
 
-    def predict_examples(params: Params, batch: Batch, step: Step | None) -> Any:
-        local_rows = jax.tree.map(lambda table: table[batch[feature]], params["locals"], is_leaf=_is_table)
+    def predict(params: Params, local: Params, batch: Batch, step: Step | None = None) -> Any:
+        ids = batch[feature]
+        local_rows = jax.tree.map(lambda table: table[ids], params["locals"], is_leaf=lambda x: hasattr(x, "shape"))
         columns = {name: batch[name] for name in batch if name != feature}
 
         def predict_example(local: Params, example: Batch, step: Step | None) -> Any:
@@ -169,23 +174,13 @@ def client_table(model: Model, num_clients: int, *, feature: str = "client") -> 
             step = step._replace(key=jax.random.split(step.key, step.mask.shape[0]))
         return jax.vmap(predict_example)(local_rows, columns, step)
 
-    tables = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init_local, jax.random.key(0)))
-    lookups: Any = prefixed("shared", model.lookups)
-    if lookups != AUTO:
-        lookups |= {f"locals/{path_name(path)}": feature for path, _ in tables}
     return model._replace(
         init_global=init_global,
         init_local=lambda key: {},
-        predict=lambda params, local, batch: predict_examples(params, batch, None),
-        lookups=lookups,
-        predict_train=None
-        if model.predict_train is None
-        else lambda params, local, batch, step: predict_examples(params, batch, step),
+        predict=predict,
+        lookups=_lookups(model, {f"locals/{path}": feature for path in flatten(shapes_of(model.init_local))[0]}),
+        predict_train=None if model.predict_train is None else predict,
     )
-
-
-def _is_table(x: Any) -> bool:
-    return hasattr(x, "shape")
 
 
 @register_factory

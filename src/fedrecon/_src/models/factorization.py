@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_numbers
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, ClientMetrics, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
@@ -59,8 +59,7 @@ def matrix_factorization(
       >>> model.predict(params, local, {"item": jnp.array([1])}).tolist()
       [3.0]
     """
-    check_number("num_items", num_items, least=1)
-    check_number("dim", dim, least=1)
+    check_numbers({"num_items": num_items, "dim": dim}, least=1)
     of_items = {"init_item_bias": (init_item_bias, 1), "item_traits": (item_traits, 2)}
     for name, (values, dimensions) in of_items.items():
         if values is not None and (np.ndim(values) != dimensions or len(values) != num_items):
@@ -151,8 +150,7 @@ def ranking_factorization(
       >>> model.client_metrics.names
       ('recall@20', 'recall@50', 'ndcg@100', 'hit@20')
     """
-    check_number("num_items", num_items, least=1)
-    check_number("dim", dim, least=1)
+    check_numbers({"num_items": num_items, "dim": dim}, least=1)
 
     def init_global(key: Array) -> Params:
         items = jax.random.normal(key, (num_items, dim)) * (init_scale / dim**0.5)
@@ -250,7 +248,8 @@ def ranking_metrics(
         item_scores = scores(shared, local)
         better, tied, real = _ranks(item_scores, support, query)
         count = jnp.maximum(query.count, 1)
-        values = [jnp.sum(_chance(better, tied, k) * real) / jnp.minimum(count, k) for k in recall_at]
+        chances = {k: jnp.clip((k - better) / tied, 0, 1) for k in recall_at}  # to be among the first k
+        values = [jnp.sum(chance * real) / jnp.minimum(count, k) for k, chance in chances.items()]
         for k in ndcg_at:
             gains = jnp.asarray(np.append(0, np.cumsum(1 / np.log2(np.arange(2, k + 2)))), jnp.float32)
             gain = (gains[jnp.minimum(better + tied, k)] - gains[jnp.minimum(better, k)]) / tied
@@ -274,11 +273,6 @@ def _ranks(scores: Array, support: Any, query: Any) -> tuple[Array, Array, Array
     high = jnp.searchsorted(ordered, query_scores, side="right")
     real = jnp.arange(query_scores.shape[0]) < query.count
     return items - high, jnp.maximum(high - low, 1), real
-
-
-def _chance(better: Array, tied: Array, k: int) -> Array:
-    """Return the chance of each item to be among the first `k`."""
-    return jnp.clip((k - better) / tied, 0, 1)
 
 
 def _hit(better: Array, tied: Array, real: Array, k: int) -> Array:
@@ -322,8 +316,7 @@ def logistic_factorization(
       >>> model.predict(params, local, {"item": jnp.array([1])}).tolist()
       [3.5]
     """
-    check_number("num_items", num_items, least=1)
-    check_number("dim", dim, least=1)
+    check_numbers({"num_items": num_items, "dim": dim}, least=1)
     widths = [2 * dim, *hidden, 1]
 
     def init_global(key: Array) -> Params:

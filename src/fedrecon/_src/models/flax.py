@@ -187,14 +187,12 @@ def _nnx(module: Any) -> Network:
         return nnx.from_flat_state(pairs)
 
     def keyed(key: Array | None) -> Any:
-        pairs = []
-        for number, (path, variable) in enumerate(rest_flat):
-            value = variable[...]
-            if key is not None and isinstance(variable, nnx.RngKey):
-                value = jax.random.fold_in(key, number)
-            # A variable belongs to the trace it was made in, so even one with its old value must be made anew.
-            pairs.append((path, variable.replace(value)))
-        return nnx.from_flat_state(pairs)
+        # A variable belongs to the trace it was made in, so even one with its old value must be made anew.
+        new = _by_path(rest)
+        if key is not None:
+            keys = [(number, path) for number, (path, v) in enumerate(rest_flat) if isinstance(v, nnx.RngKey)]
+            new |= {_name(path): jax.random.fold_in(key, number) for number, path in keys}
+        return put(rest, new)
 
     def apply(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
         whole = nnx.merge(graph, put(params_state, params), put(stats_state, state), keyed(mode.key))

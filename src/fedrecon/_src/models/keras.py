@@ -73,14 +73,14 @@ def from_keras(model: Any, *, example: Batch | Clients | None = None, **options:
         _call(keras, model, *feed(options["inputs"], as_batch(example)), {})
     if not model.built or not model.weights:
         raise ValueError("the Keras model has no weights yet; build it, call it on a batch, or give `example`")
-    if isinstance(options["loss"], keras.losses.Loss):
-        options["loss"] = _values_of(options["loss"])
+    if isinstance(loss := options["loss"], keras.losses.Loss):  # its `call` returns a value for each example
+        options["loss"] = lambda predictions, labels: loss.call(labels, predictions)
     return adapt(_network(keras, model), **options)
 
 
 def _network(keras: Any, model: Any) -> Network:
     layers = _all_layers(keras, model)
-    named_variables = {_path(model, variable): variable for variable in model.weights}
+    named_variables = {variable.path.removeprefix(f"{model.name}/"): variable for variable in model.weights}
     if len(named_variables) != len(model.weights):
         raise ValueError("two weights of the Keras model have the same path; give their layers different names")
     params = {path: v for path, v in named_variables.items() if v.trainable}
@@ -94,12 +94,11 @@ def _network(keras: Any, model: Any) -> Network:
 
     def init(key: Array) -> tuple[Arrays, Arrays]:
         def value(number: int, variable: Any) -> Array:
-            drawn = initializers.get(id(variable))
-            if drawn is None:
+            if id(variable) not in initializers:
                 return variable.value
-            drawn = copy.copy(drawn)
-            drawn.seed = jax.random.bits(jax.random.fold_in(key, number), (2,), jnp.uint32)
-            return drawn(variable.shape, variable.dtype)
+            initializer = copy.copy(initializers[id(variable)])
+            initializer.seed = jax.random.bits(jax.random.fold_in(key, number), (2,), jnp.uint32)
+            return initializer(variable.shape, variable.dtype)
 
         drawn = {path: value(number, variable) for number, (path, variable) in enumerate(params.items())}
         return drawn, {path: variable.value for path, variable in state.items()}
@@ -115,7 +114,7 @@ def _network(keras: Any, model: Any) -> Network:
         training = mode.statistics or mode.key is not None
         with _in_mode(keras, layers, mode), keras.StatelessScope(state_mapping=mapping) as scope:
             outputs = _call(keras, model, inputs, named, {"training": training})
-        return outputs, {path: _current(scope, variable) for path, variable in state.items()}
+        return outputs, {path: scope.get_current_value(variable) for path, variable in state.items()}
 
     def locate(layer: Any) -> list[str] | None:
         if not isinstance(layer, keras.layers.Layer):
@@ -138,10 +137,8 @@ def _all_layers(keras: Any, model: Any) -> list[Any]:
         if isinstance(item, keras.layers.Layer) and id(item) not in layers:
             layers[id(item)] = item
             pending += [*getattr(item, "layers", ()), *vars(item).values()]
-        elif isinstance(item, list | tuple | set):
-            pending += item
-        elif isinstance(item, dict):
-            pending += item.values()
+        elif isinstance(item, list | tuple | set | dict):
+            pending += item.values() if isinstance(item, dict) else item
     return list(layers.values())
 
 
@@ -151,15 +148,6 @@ def _input_names(keras: Any, model: Any) -> list[str] | dict[str, str] | None:
         return None
     names = [str(tensor.name) for tensor in model.inputs]
     return {name: name for name in names} if isinstance(model.input, dict) else names
-
-
-def _path(model: Any, variable: Any) -> str:
-    return variable.path.removeprefix(f"{model.name}/")
-
-
-def _current(scope: Any, variable: Any) -> Array:
-    value = scope.get_current_value(variable)
-    return variable.value if value is None else value
 
 
 def _initializer(layer: Any, variable: Any) -> Any:
@@ -192,18 +180,12 @@ def _makes(initializer: Any, variable: Any) -> bool:
 
 def _call(keras: Any, model: Any, inputs: tuple, named: dict[str, Any], more: dict[str, Any]) -> Any:
     """Call a model with its inputs in the form it takes: one, several in a list or a mapping, or several arguments."""
-    if isinstance(model, (keras.Sequential, keras.Function)):
-        if named:
-            return model(named, **more)
-        return model(inputs[0] if len(inputs) == 1 else list(inputs), **more)
-    if not set(named) <= set(inspect.signature(model.call).parameters):
+    functional = isinstance(model, (keras.Sequential, keras.Function))
+    if named and (functional or not set(named) <= set(inspect.signature(model.call).parameters)):
         return model(named, **more)
+    if functional and len(inputs) > 1:
+        return model(list(inputs), **more)
     return model(*inputs, **named, **more)
-
-
-def _values_of(loss: Any) -> Callable[[Any, Any], Any]:
-    """Return a Keras loss as a function `(predictions, labels) -> values`, one for each example."""
-    return lambda predictions, labels: loss.call(labels, predictions)
 
 
 @contextlib.contextmanager
@@ -211,20 +193,16 @@ def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
     """Set statistics and dropout of layers separately, which Keras's `training` argument cannot."""
     kinds = keras.layers
     random = (kinds.Dropout, kinds.GaussianDropout, kinds.GaussianNoise, kinds.AlphaDropout)
-    changed = []
-    for layer in layers:
-        if isinstance(layer, kinds.BatchNormalization):
-            layer.__dict__["call"] = _normalizing(layer.call, mode)
-        elif isinstance(layer, random) and mode.key is None:
-            layer.__dict__["call"] = lambda inputs, *args, **kwargs: inputs
-        else:
-            continue
-        changed.append(layer)
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer, kinds.BatchNormalization):
+                layer.__dict__["call"] = _normalizing(layer.call, mode)
+            elif isinstance(layer, random) and mode.key is None:
+                layer.__dict__["call"] = lambda inputs, *args, **kwargs: inputs
+            else:
+                continue
+            stack.callback(layer.__dict__.pop, "call")
         yield
-    finally:
-        for layer in changed:
-            del layer.__dict__["call"]
 
 
 def _normalizing(call: Callable, mode: Mode) -> Callable:

@@ -120,32 +120,35 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     local_state = tuple(sorted(floats)) if treatment == "local" else ()
     live = bool(averaged or local_state)
     momenta = {path: float(network.momenta[path]) for path in local_state if 0 <= network.momenta.get(path, 1) < 1}
-    constants = _constants(network, parts.frozen, set(state_shapes) - set(averaged) - set(local_state))
+
+    # jit drops unused results, so drawing one client's local parameters does not draw the global tables.
+    def draw(selection: Selection, state_paths: Collection[str] = ()) -> Callable[[Array], Arrays]:
+        def init(key: Array) -> Arrays:
+            params, state = network.init(key)
+            drawn = {path: params[path] if ids is None else params[path][ids] for path, ids in selection.items()}
+            return drawn | _take(state, state_paths)
+
+        return jax.jit(init)
+
+    key = jax.random.key(0)
+    frozen_params = draw(dict.fromkeys(parts.frozen))(key)
+    frozen_state = draw({}, set(state_shapes) - set(averaged) - set(local_state))(key)
 
     def run(shared: Params, local: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
-        params = {**parts.merge(shared, local), **constants[0]}
-        state = {**constants[1], **{path: shared[path] for path in averaged}}
-        return network.apply(params, state | {path: local[path] for path in local_state}, *feed(inputs, batch), mode)
+        params = {**parts.merge(shared, local), **frozen_params}
+        state = {**frozen_state, **_take(shared, averaged), **_take(local, local_state)}
+        return network.apply(params, state, *feed(inputs, batch), mode)
 
     def predict_train(shared: Params, local: Params, batch: Batch, step: Step) -> Any:
         return run(shared, local, batch, Mode(live, step.key, step.mask if live else None))[0]
 
     def advance(shared: Params, local: Params, batch: Batch, mask: Array) -> tuple[Arrays, Arrays]:
         new = run(shared, local, batch, Mode(True, None, mask))[1]
-        return {path: new[path] for path in averaged}, {path: new[path] for path in local_state}
-
-    # jit drops unused results, so drawing one client's local parameters does not draw the global tables.
-    def init_global(key: Array) -> Params:
-        params, state = network.init(key)
-        return _take(params, parts.shared) | {path: state[path] for path in averaged}
-
-    def init_local(key: Array) -> Params:
-        params, state = network.init(key)
-        return _take(params, parts.local) | {path: state[path] for path in local_state}
+        return _take(new, averaged), _take(new, local_state)
 
     return Model(
-        init_global=jax.jit(init_global),
-        init_local=jax.jit(init_local),
+        init_global=draw(parts.shared, averaged),
+        init_local=draw(parts.local, local_state),
         predict=lambda shared, local, batch: run(shared, local, batch, Mode())[0],
         loss=make_loss(options["loss"], label, weight),
         metrics=make_metrics(options.get("metrics", ()), label, weight),
@@ -153,7 +156,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
         predict_train=predict_train if live or network.random else None,
         state=ModelState(averaged, local_state, advance, momenta) if live else None,
         class_label=label if options["loss"] in CLASS_LOSSES else None,
-        frozen=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), constants[0] | constants[1]),
+        frozen=jax.eval_shape(lambda: frozen_params | frozen_state),
     )
 
 
@@ -185,16 +188,14 @@ class _Parts:
         for path in sorted(self.frozen & set(self.local)):
             why = "`frozen` selects it too" if path in floats else "it is not a float"
             raise ValueError(f"`local` selects {path!r}, but {why}; make `local` narrower")
-        rest = {path: np.setdiff1d(np.arange(shapes[path].shape[0]), ids) for path, ids in self._by_row().items()}
+        self._by_row = {path: ids for path, ids in self.local.items() if ids is not None}
+        rest = {path: np.setdiff1d(np.arange(shapes[path].shape[0]), ids) for path, ids in self._by_row.items()}
         whole_shared = [path for path in shapes if path not in self.frozen and path not in self.local]
         self.shared: Selection = dict.fromkeys(whole_shared) | rest
 
-    def _by_row(self) -> dict[str, np.ndarray]:
-        return {path: ids for path, ids in self.local.items() if ids is not None}
-
     def merge(self, shared: Arrays, local: Arrays) -> Arrays:
-        params = {path: shared[path] for path in self.shared} | {path: local[path] for path in self.local}
-        for path, ids in self._by_row().items():
+        params = _take(shared, self.shared) | _take(local, self.local)
+        for path, ids in self._by_row.items():
             order = np.argsort(np.concatenate([self.shared[path], ids]))
             params[path] = jnp.concatenate([shared[path], local[path]])
             if (order != np.arange(len(order))).any():
@@ -202,17 +203,8 @@ class _Parts:
         return params
 
 
-def _take(params: Arrays, selection: Selection) -> Arrays:
-    """Return the selected parameters, whole or by rows."""
-    return {path: params[path] if ids is None else params[path][ids] for path, ids in selection.items()}
-
-
-def _constants(network: Network, params: set[str], state: set[str]) -> tuple[Arrays, Arrays]:
-    def pick(key: Array) -> tuple[Arrays, Arrays]:
-        initial = network.init(key)
-        return {path: initial[0][path] for path in params}, {path: initial[1][path] for path in state}
-
-    return jax.jit(pick)(jax.random.key(0))
+def _take(arrays: Arrays, paths: Collection[str]) -> Arrays:
+    return {path: arrays[path] for path in paths}
 
 
 def feed(inputs: Inputs, batch: Batch) -> tuple[tuple, dict[str, Any]]:
@@ -222,11 +214,10 @@ def feed(inputs: Inputs, batch: Batch) -> tuple[tuple, dict[str, Any]]:
       inputs: which features they are; see `Options`.
       batch: by feature.
     """
-    if isinstance(inputs, str):
-        return (feature(batch, inputs, "inputs"),), {}
     if isinstance(inputs, Mapping):
         return (), {name: feature(batch, column, "inputs") for name, column in inputs.items()}
-    return tuple(feature(batch, column, "inputs") for column in inputs), {}
+    columns = [inputs] if isinstance(inputs, str) else inputs
+    return tuple(feature(batch, column, "inputs") for column in columns), {}
 
 
 def as_batch(example: Batch | Clients) -> Batch:

@@ -177,7 +177,7 @@ def _starts(model: Model) -> dict[str, str]:
 
 def _bytes_by_rows(sparse: Mapping[str, Part], clients: Clients, needs: Needs) -> float:
     """Return the mean bytes of the rows that clients touch, with their ids."""
-    groups = row_groups({p: part.features for p, part in sparse.items()}, {p: q.shape[0] for p, q in sparse.items()})
+    groups = row_groups({path: part.features for path, part in sparse.items()}, sparse)
     rows = mean_rows(clients, needs._replace(groups=groups))
     values = sum(part.nbytes // part.shape[0] * rows[group_name(part.features)] for part in sparse.values())
     return values + sum(ID_BYTES * rows[group] for group in groups)

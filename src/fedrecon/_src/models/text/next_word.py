@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.core.checks import check_choice, check_number
+from fedrecon._src.core.checks import check_choice, check_number, check_numbers
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
@@ -87,10 +86,8 @@ def next_word(
       >>> model.init_local(jax.random.key(0))["oov_embedding"].shape
       (5, 8)
     """
-    sizes = {"vocabulary": vocabulary, "oov_buckets": oov_buckets}
-    sizes |= {"embedding": embedding, "hidden": hidden, "projection": projection}
-    for name, size in sizes.items():
-        check_number(name, size, least=1)
+    widths = {"embedding": embedding, "hidden": hidden, "projection": projection}
+    check_numbers({"vocabulary": vocabulary, "oov_buckets": oov_buckets, **widths}, least=1)
     check_choice("loss_over", loss_over, ("tokens", "positions"))
     check_choice("local", local, get_args(LocalPart))
     check_number("pair_rows", pair_rows)
@@ -121,10 +118,8 @@ def next_word(
 
     def statistics(predictions: Logits, batch: Batch, mask: Array) -> Params:
         target = jnp.where(mask[:, None], batch["target"], 0)
-        return {
-            "count": _per_word(_one_hot_sums(target, outputs.count), end),
-            "expected": _per_word(predictions.expected(target), end),
-        }
+        used = jnp.zeros(outputs.count).at[target.reshape(-1)].add((target.reshape(-1) != 0).astype(jnp.float32))
+        return {"count": _per_word(used, end), "expected": _per_word(predictions.expected(target), end)}
 
     return Model(
         init_global=init_global,
@@ -132,7 +127,7 @@ def next_word(
         predict=predict,
         statistics=statistics if local == "output_bias" else None,
         loss=_cross_entropy if loss_over == "tokens" else _cross_entropy_over_positions,
-        metrics=_metrics(end, in_training=not outputs.groups),
+        metrics=_metrics(end, in_training=not outputs.groups),  # two levels save comparing all outputs in training
         lookups={"word_embedding": "word"} | ({"bigrams": "word", "trigrams": "pair"} if pair_rows else {}),
     )
 
@@ -166,19 +161,10 @@ def _init_outputs(key: Array, projection: int, outputs: Outputs, end: int) -> Pa
     ranks = [last], jnp.arange(1, last + 1), [last, 1.0], jnp.full(outputs.count - end - 1, last)
     frequency = -jnp.log(jnp.concatenate([jnp.asarray(rank) for rank in ranks])) if outputs.groups else 0.0
     biases = outputs.divide(frequency * jnp.ones(outputs.count), [jnp.zeros(1)] * len(outputs.groups))
-    levels = [
-        {"kernel": glorot(key, (projection, len(bias))), "bias": bias}
-        for key, bias in zip(_keys(key, len(biases)), biases, strict=True)
-    ]
+    keys = [key] if len(biases) == 1 else jax.random.split(key, len(biases))
+    kernels = [glorot(key, (projection, len(bias))) for key, bias in zip(keys, biases, strict=True)]
+    levels = [{"kernel": kernel, "bias": bias} for kernel, bias in zip(kernels, biases, strict=True)]
     return levels[0] | {f"group_{number}": level for number, level in enumerate(levels[1:])}
-
-
-def _keys(key: Array, count: int) -> list[Array]:
-    return [key] if count == 1 else [*jax.random.split(key, count)]
-
-
-def _one_hot_sums(target: Array, outputs: int) -> Array:
-    return jnp.zeros(outputs).at[target.reshape(-1)].add((target.reshape(-1) != 0).astype(jnp.float32))
 
 
 def _per_word(sums: Array, end: int) -> Array:
@@ -235,30 +221,26 @@ def _cross_entropy(predictions: Logits, batch: Batch) -> Weighted:
 
 
 def _cross_entropy_over_positions(predictions: Logits, batch: Batch) -> Weighted:
-    values, real = _cross_entropy(predictions, batch)
-    return values, jnp.ones_like(real)
+    return predictions.losses(batch["target"]), jnp.ones(batch["target"].shape)
 
 
 def _metrics(end: int, *, in_training: bool) -> dict[str, Metric]:
-    """Return the metrics; accuracies compare all outputs, which two levels save in training."""
-    accuracies = {
-        "accuracy": _accuracy(end),
-        "accuracy_with_eos": _accuracy(end, with_end=True),
-        "accuracy_with_oov_eos": _accuracy(end, with_oov=True, with_end=True),
-    }
+    """Return the metrics; accuracies compare all outputs, `in_training` or not."""
+
+    def accuracy(with_oov: bool = False, with_end: bool = False) -> Metric:
+        def measure(predictions: Logits, batch: Batch) -> Weighted:
+            target = batch["target"]
+            counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
+            return predictions.hits(target), counts.astype(jnp.float32)
+
+        return Metric(measure, in_training=in_training)
+
     return {
-        **{name: Metric(accuracy, in_training=in_training) for name, accuracy in accuracies.items()},
+        "accuracy": accuracy(),
+        "accuracy_with_eos": accuracy(with_end=True),
+        "accuracy_with_oov_eos": accuracy(with_oov=True, with_end=True),
         "perplexity": Metric(_cross_entropy, lambda mean: math.exp(min(mean, 700.0))),
     }
-
-
-def _accuracy(end: int, *, with_oov: bool = False, with_end: bool = False) -> Callable[[Logits, Batch], Weighted]:
-    def measure(predictions: Logits, batch: Batch) -> Weighted:
-        target = batch["target"]
-        counts = (target > 0) & (with_end | (target != end)) & (with_oov | (target <= end))
-        return predictions.hits(target), counts.astype(jnp.float32)
-
-    return measure
 
 
 def _lengths(batch: Batch) -> Array:
