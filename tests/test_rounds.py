@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.algorithms.rounds import total_shapes, upload_shapes
+from fedrecon._src.algorithms.rounds import total_shapes
 from relatives import RELATIVES, make, model_of
 from toy_models import assert_close, descend, lookup_clients, lookup_model, one_by_one, squared_error
 
@@ -142,7 +142,7 @@ def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
     """Every client by itself, from plain columns, in arrays of one length; everything travels as bytes."""
     algorithm, clients = CASES[case]
     lengths = fr.kit.Lengths(8, 16)
-    like = upload_shapes(algorithm, clients)
+    like = upload_without_examples(algorithm, clients.columns)
 
     def client_side(message, key, kept):
         found = []
@@ -158,6 +158,13 @@ def test_one_client_at_a_time_gives_what_the_simulator_gives(case):
     assert_close(rounds_of_hosts(algorithm, clients, client_side), simulated(algorithm, clients), 1e-6)
 
 
+def upload_without_examples(algorithm, columns):
+    nobody = fr.Clients({name: column[:0] for name, column in columns.items()}, np.array([0]), np.array([0]))
+    message, key = algorithm.message(algorithm.init(jax.random.key(0))), jax.random.key(0)
+    kept = fr.kit.init_client_state(algorithm, nobody, seed=0)
+    return fr.kit.client_round(algorithm, message, nobody, key, kept).upload
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64])
 def test_what_is_expected_of_a_client_follows_from_its_columns_without_examples(dtype):
     """Whatever the type of ids, and whether or not a client has one twice."""
@@ -165,7 +172,7 @@ def test_what_is_expected_of_a_client_follows_from_its_columns_without_examples(
         fr.models.matrix_factorization(9, 2), reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0)
     )
     columns = {"item": np.array([3, 1, 4, 2], dtype), "rating": np.ones(4, np.float32)}
-    like = upload_shapes(algorithm, {name: column[:0] for name, column in columns.items()})
+    like = upload_without_examples(algorithm, columns)
     message, key = algorithm.message(algorithm.init(jax.random.key(0))), jax.random.key(1)
     for items in ([3, 1, 4, 2], [3, 1, 1, 1]):
         upload = fr.kit.client_update(algorithm, message, columns | {"item": np.array(items, dtype)}, key)

@@ -13,11 +13,13 @@ import numpy as np
 import optax
 from jax import Array
 
-from fedrecon._src.client.update import Updater, first_order_predict
+from fedrecon._src.client.reconstruction import Reconstruction
+from fedrecon._src.client.update import Predict, Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
-from fedrecon._src.core.keys import client_keys
+from fedrecon._src.core.keys import client_keys, fold_keys
 from fedrecon._src.core.model import Batch, Model, metric_names, shapes_of
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
+from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, broadcast_clients, no_total, summand_of
 from fedrecon._src.server.aggregator import Aggregator, Report
 from fedrecon._src.server.averaging import all_finite
@@ -220,27 +222,23 @@ def encode(algorithm: Algorithm, message: RoundMessage, upload: Upload, keys: Ar
       upload: the uploads of several clients.
       keys: the clients' keys.
     """
-    encoding_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, ENCODING)
-    return algorithm.aggregator.encode(message.aggregator, summand_of(upload), encoding_keys)
+    return algorithm.aggregator.encode(message.aggregator, summand_of(upload), fold_keys(keys, ENCODING))
 
 
 def empty_total(algorithm: Algorithm, state: ServerState) -> Total:
-    """Return the total of no clients, with all parts whole.
+    """Return the sum of no clients' summands.
 
     Args:
       algorithm: what is trained.
       state: the server's state.
     """
-    parts = {
-        name: {path: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for path, leaf in part.items()}
-        for name, part in algorithm.method.parts(state.method).items()
-    }
-    metrics = len(metric_names(algorithm.model))
-    examples, sums = jax.eval_shape(lambda: (jnp.zeros(1), jnp.zeros((1, metrics, 2))))
-    upload = Upload(parts, examples, sums)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    message = jax.eval_shape(algorithm.message, state)
-    return no_total(jax.eval_shape(functools.partial(encode, algorithm), message, upload, keys))
+
+    def encode_one(state: ServerState) -> Summand:
+        parts = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), algorithm.method.parts(state.method))
+        upload = Upload(parts, jnp.zeros(1), jnp.zeros((1, len(metric_names(algorithm.model)), 2)))
+        return encode(algorithm, algorithm.message(state), upload, jax.random.split(jax.random.key(0), 1))
+
+    return no_total(jax.eval_shape(encode_one, state))
 
 
 def finish_round(algorithm: Algorithm, state: ServerState, total: Total, key: Array) -> tuple[ServerState, Report]:
@@ -279,10 +277,7 @@ def step_keys(model: Model, keys: Array) -> tuple[Array | None, Array | None]:
       >>> kit.step_keys(fr.models.matrix_factorization(10), keys)  # nothing in its steps is random
       (None, None)
     """
-    if model.predict_train is None:
-        return None, None
-    fold = jax.vmap(jax.random.fold_in, (0, None))
-    return fold(keys, 1), fold(keys, 2)
+    return (None, None) if model.predict_train is None else (fold_keys(keys, 1), fold_keys(keys, 2))
 
 
 def update_keys(model: Model, key: Array, cohort: Cohort) -> Array | None:
@@ -302,12 +297,13 @@ def update_keys(model: Model, key: Array, cohort: Cohort) -> Array | None:
     return None if model.predict_train is None else step_keys(model, client_keys(key, cohort.identity))[1]
 
 
-def stateless_client(model: Model, updater: Updater) -> Client:
+def stateless_client(model: Model, updater: Updater, predict: Predict | None = None) -> Client:
     """Return the client function of a method whose clients run U on the whole model and keep nothing.
 
     Args:
       model: with everything global.
       updater: runs U.
+      predict: as `Updater.run` takes it; as the model predicts by default.
 
     Example:
       >>> import fedrecon as fr
@@ -320,7 +316,7 @@ def stateless_client(model: Model, updater: Updater) -> Client:
 
     def client(params: Params, _: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
         keys = update_keys(model, key, cohort)
-        return updater.run(params, cohort, first_order_predict(model), (), keys=keys).upload, ()
+        return updater.run(params, cohort, predict or first_order_predict(model), (), keys=keys).upload, ()
 
     return client
 
@@ -390,13 +386,24 @@ def step_server(
     return TrainState(optax.apply_updates(state.params, updates), optimizer)
 
 
-def averaging_method(model: Model, server: optax.GradientTransformation, **fields: Any) -> Method:
+def averaging_method(
+    model: Model,
+    server: optax.GradientTransformation,
+    updater: Updater,
+    recon: Reconstruction | None = None,
+    *,
+    needs: Needs | None = None,
+    **fields: Any,
+) -> Method:
     """Return a method whose server averages the clients' changes and takes a step with an optax optimizer.
 
     Args:
       model: what is trained.
       server: the optimizer that takes the negative mean change as a gradient.
-      **fields: the other fields of `Method`.
+      updater: runs U. Unless `fields` say otherwise, clients do nothing else, and keep nothing.
+      recon: R, for use after training; None if `fields` have `reconstruct`.
+      needs: which parts of a client's data are needed; by default all its examples, as query.
+      **fields: other fields of `Method`, also in place of those that follow from `updater` and `recon`.
 
     Example:
       >>> import fedrecon as fr
@@ -404,19 +411,17 @@ def averaging_method(model: Model, server: optax.GradientTransformation, **field
       >>> from fedrecon import kit
       >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
       >>> updater = kit.Updater(model, fr.gradient_descent(optax.sgd(0.1), batch_size=5))
-      >>> method = kit.averaging_method(
-      ...     model,
-      ...     optax.sgd(1.0),
-      ...     client=kit.stateless_client(model, updater),
-      ...     reconstruct=kit.reconstruction(model, None).run,
-      ...     needs=updater.needs(kit.query_only(), 1),
-      ... )
+      >>> method = kit.averaging_method(model, optax.sgd(1.0), updater, kit.reconstruction(model, None))
     """
-    return Method(
-        init=lambda key: init_server(model, server, key),
-        server=lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
-        **fields,
-    )
+    defaults: dict[str, Any] = {
+        "init": lambda key: init_server(model, server, key),
+        "client": stateless_client(model, updater),
+        "server": lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
+        "steps": lambda support, query: updater.solver.steps(query),
+    }
+    if recon is not None:
+        defaults |= {"reconstruct": recon.run, "check": recon.check, "support_limit": recon.limit}
+    return Method(needs=needs or updater.needs(query_only(), 1), **(defaults | fields))
 
 
 def copy_params(params: Params, keys: Array) -> Params:

@@ -68,12 +68,11 @@ def apfl(
         return kit.averaging_method(
             model,
             server,
+            updater,
             client=client,
             reconstruct=lambda w, _, support, keys: kit.solve_local(serving, update, w, start(w, keys), support),
-            needs=updater.needs(kit.query_only(), 1),
             init_client=start,
             support_limit=update.limit,
-            steps=lambda support, query: update.steps(query),
         )
 
     return kit.Algorithm(serving, define, aggregate or kit.mean())

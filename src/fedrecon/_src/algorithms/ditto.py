@@ -55,18 +55,18 @@ def ditto(
 
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update)
+        train_global = kit.stateless_client(model, updater)
 
         def client(params: kit.Params, state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
-            of_steps = kit.update_keys(model, key, cohort)
-            upload = updater.run(params, cohort, kit.first_order_predict(model), (), keys=of_steps).upload
+            upload, _ = train_global(params, (), cohort, key)
             return upload, kit.keep_finite(train_personal(params, state, cohort.query), state)
 
         return kit.averaging_method(
             model,
             server,
+            updater,
             client=client,
             reconstruct=lambda params, _, support, keys: train_personal(params, kit.copy_params(params, keys), support),
-            needs=updater.needs(kit.query_only(), 1),
             init_client=kit.copy_params,
             support_limit=personal.limit,
             steps=lambda support, query: update.steps(query) + personal.steps(query),

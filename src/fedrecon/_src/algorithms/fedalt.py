@@ -55,12 +55,10 @@ def fedalt(
         return kit.averaging_method(
             model,
             server,
+            updater,
+            recon,
             client=client,
-            reconstruct=recon.run,
-            needs=updater.needs(kit.query_only(), 1),
             init_client=lambda _, keys: jax.vmap(model.init_local)(keys),
-            check=recon.check,
-            support_limit=recon.limit,
             steps=lambda support, query: personal.steps(query) + update.steps(query),
         )
 

@@ -45,7 +45,7 @@ def fedbabu(
     """
 
     def define(model: kit.Model) -> kit.Method:
-        updater, recon = kit.Updater(model, update), kit.reconstruction(model, head)
+        updater = kit.Updater(model, update)
 
         def client(params: kit.Params, _: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             keys = kit.client_keys(key, cohort.identity)
@@ -53,16 +53,7 @@ def fedbabu(
             of_steps = kit.step_keys(model, keys)[1]
             return updater.run(params, cohort, kit.first_order_predict(model), drawn, keys=of_steps).upload, ()
 
-        return kit.averaging_method(
-            model,
-            server,
-            client=client,
-            reconstruct=recon.run,
-            needs=updater.needs(kit.query_only(), 1),
-            check=recon.check,
-            support_limit=recon.limit,
-            steps=lambda support, query: update.steps(query),
-        )
+        return kit.averaging_method(model, server, updater, kit.reconstruction(model, head), client=client)
 
     same_head = model._replace(init_local=lambda key: model.init_local(jax.random.key(seed)))
     return kit.Algorithm(same_head, define, aggregate or kit.mean())

@@ -22,7 +22,6 @@ from fedrecon._src.core.cohort import Cohort
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Model, shapes_of
 from fedrecon._src.core.pytrees import Params
-from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import Upload
 from fedrecon._src.server import Aggregator
 from fedrecon._src.server import mean as mean_of_uploads
@@ -73,27 +72,18 @@ def federated_averaging(
 
     def define(model: Model) -> Method:
         updater, recon = Updater(model, update), reconstruction(model, reconstruct)
-        has_local = bool(jax.tree.leaves(shapes_of(model.init_local)))
+        if not jax.tree.leaves(shapes_of(model.init_local)):
+            return averaging_method(model, server, updater, recon)
 
         def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             of_steps = update_keys(model, key, cohort)
             updated = updater.run(params, cohort, first_order_predict(model), (), solved=client_state, keys=of_steps)
-            if not has_local:
-                return updated.upload, client_state
-            return updated.upload, keep_finite(
-                set_local_state(model, params, updated.local, cohort.query), client_state
-            )
+            local = set_local_state(model, params, updated.local, cohort.query)
+            return updated.upload, keep_finite(local, client_state)
 
-        return averaging_method(
-            model,
-            server,
-            client=client,
-            reconstruct=recon.run,
-            needs=updater.needs(query_only(), 1),
-            init_client=(lambda _, keys: jax.vmap(model.init_local)(keys)) if has_local else None,
-            check=recon.check,
-            support_limit=recon.limit,
-            steps=lambda support, query: update.steps(query),
-        )
+        def init_client(params: Params, keys: Array) -> Params:
+            return jax.vmap(model.init_local)(keys)
+
+        return averaging_method(model, server, updater, recon, client=client, init_client=init_client)
 
     return Algorithm(model, define, aggregate or mean_of_uploads())

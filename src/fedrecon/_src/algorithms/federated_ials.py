@@ -27,7 +27,7 @@ from jax import Array
 
 from fedrecon import kit
 from fedrecon._src.client.closed_form import invert_positive
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_numbers
 
 T = TypeVar("T")
 
@@ -171,8 +171,7 @@ def federated_ials(
       >>> algorithm.has_local()
       True
     """
-    check_number("unobserved", unobserved, above=True)
-    check_number("ridge", ridge, above=True)
+    check_numbers({"unobserved": unobserved, "ridge": ridge}, above=True)
     num_items = _check_model(model)
     cost = _Cost(unobserved, ridge, second_order)
 
@@ -243,19 +242,16 @@ def _side_of(model: kit.Model, params: kit.Params, examples: kit.Examples, lengt
 
 def _changes(gradients: _Gradients, positions: Array, rows: int) -> dict[str, Any]:
     """Return what clients send: the gradients by the Gram matrix, and by rows at the positions of their examples."""
-    changes: dict[str, Any] = {GRAM: -gradients.gram}
-    for name, part in ((ITEMS, "rows"), (HISTORY, "offsets")):
-        values = jnp.concatenate([-getattr(side, part) for side in gradients.sides], 1)
-        changes[name] = _place(values, positions, rows)
-    return changes
-
-
-def _place(values: Array, positions: Array, rows: int) -> Array:
-    """Add up values of `(clients, examples, dim)` by position: `(clients, rows, dim)`."""
-    clients = values.shape[0]
+    clients = len(positions)
     flat = (positions + rows * jnp.arange(clients)[:, None]).reshape(-1)
-    placed = jnp.zeros((clients * rows, values.shape[2])).at[flat].add(values.reshape(len(flat), -1))
-    return placed.reshape(clients, rows, -1)
+
+    def place(parts: Sequence[Array]) -> Array:
+        values = jnp.concatenate([-part for part in parts], 1)  # (clients, examples, dim)
+        placed = jnp.zeros((clients * rows, values.shape[2])).at[flat].add(values.reshape(len(flat), -1))
+        return placed.reshape(clients, rows, -1)
+
+    of_items, of_history, _ = zip(*gradients.sides, strict=True)
+    return {GRAM: -gradients.gram, ITEMS: place(of_items), HISTORY: place(of_history)}
 
 
 def _check_model(model: kit.Model) -> int:

@@ -16,16 +16,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import (
-    Algorithm,
-    Client,
-    Method,
-    Stages,
-    averaging_method,
-    step_keys,
-)
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, Stages, averaging_method, step_keys
 from fedrecon._src.client.objectives import Solver
-from fedrecon._src.client.reconstruction import Reconstruction, reconstruction
+from fedrecon._src.client.reconstruction import reconstruction
 from fedrecon._src.client.update import Updater, first_order_predict, second_order_predict
 from fedrecon._src.core.cohort import Cohort
 from fedrecon._src.core.factories import register_factory
@@ -34,7 +27,7 @@ from fedrecon._src.core.model import Model, shapes_of
 from fedrecon._src.core.pytrees import Params, flatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.split import half as half_split
-from fedrecon._src.core.upload import RowChanges, Upload, broadcast_clients
+from fedrecon._src.core.upload import RowChanges, Upload, broadcast_clients, map_changes
 from fedrecon._src.server import Aggregator
 from fedrecon._src.server import mean as mean_of_uploads
 
@@ -101,22 +94,34 @@ def federated_reconstruction(
     def define(model: Model) -> Method:
         updater = Updater(model, update, through_support=second_order or both_ways)
         recon = reconstruction(model, reconstruct)
-        if second_order:
-            stages = None
-            client = _second_order_client(model, reconstruct, updater)
-        else:
-            stages = _stages(model, recon, updater, joint)
-            client = _in_one_stage(stages)
+        predict = second_order_predict(model, reconstruct) if second_order else first_order_predict(model)
+
+        def prepare(params: Params, client_state: Any, cohort: Cohort, key: Array) -> Any:
+            keys = client_keys(key, cohort.identity)
+            of_r, of_u = step_keys(model, keys)
+            if second_order:  # R is part of every prediction of U
+                return (jax.vmap(model.init_local)(keys), of_r), of_u, client_state
+            return recon.run(params, client_state, cohort.support, keys, of_r), of_u, client_state
+
+        def finish(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            local, of_u, client_state = prepared
+            context, solved = ((), local) if joint else (local, ())
+            return updater.run(params, cohort, predict, context, solved=solved, keys=of_u).upload, client_state
+
+        def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
+            ways = [cohort, swap_support_query(cohort)] if both_ways else [cohort]
+            uploads = [finish(params, prepare(params, client_state, way, key), way, key)[0] for way in ways]
+            return average_uploads(*uploads) if both_ways else uploads[0], client_state
+
         passes = 2 if both_ways else 1
         return averaging_method(
             model,
             server,
-            client=_run_both_ways(client) if both_ways else client,
-            reconstruct=recon.run,
+            updater,
+            recon,
+            client=client,
             needs=updater.needs(half_split() if split is None else split, reconstruct.limit),
-            check=recon.check,
-            support_limit=reconstruct.limit,
-            stages=None if both_ways else stages,
+            stages=None if second_order or both_ways else Stages(prepare, finish),
             steps=lambda support, query: passes * (reconstruct.steps(support) + update.steps(query)),
         )
 
@@ -157,54 +162,6 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
     return federated_reconstruction(model, reconstruct=train, update=train, server=optax.identity())
 
 
-def _stages(model: Model, recon: Reconstruction, updater: Updater, joint: bool) -> Stages:
-    """Return R, and then U with the reconstructed local parameters."""
-
-    def reconstruct_local(params: Params, client_state: Any, cohort: Cohort, key: Array) -> Any:
-        keys = client_keys(key, cohort.identity)
-        of_r, of_u = step_keys(model, keys)
-        return recon.run(params, client_state, cohort.support, keys, of_r), of_u, client_state
-
-    def update_global(params: Params, prepared: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        local, of_u, client_state = prepared
-        context, solved = ((), local) if joint else (local, ())
-        predict = first_order_predict(model)
-        return updater.run(params, cohort, predict, context, solved=solved, keys=of_u).upload, client_state
-
-    return Stages(reconstruct_local, update_global)
-
-
-def _in_one_stage(stages: Stages) -> Client:
-    def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        return stages.finish(params, stages.prepare(params, client_state, cohort, key), cohort, key)
-
-    return client
-
-
-def _second_order_client(model: Model, reconstruct: Solver, updater: Updater) -> Client:
-    """Return U with gradients that flow through R."""
-
-    def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        keys = client_keys(key, cohort.identity)
-        of_r, of_u = step_keys(model, keys)
-        start = jax.vmap(model.init_local)(keys), of_r
-        predict = second_order_predict(model, reconstruct)
-        return updater.run(params, cohort, predict, start, keys=of_u).upload, client_state
-
-    return client
-
-
-def _run_both_ways(client: Client) -> Client:
-    """Run clients twice, the second time with support and query exchanged."""
-
-    def twice(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        first, client_state = client(params, client_state, cohort, key)
-        second, client_state = client(params, client_state, swap_support_query(cohort), key)
-        return average_uploads(first, second), client_state
-
-    return twice
-
-
 def swap_support_query(cohort: Cohort) -> Cohort:
     """Exchange support and query of a cohort.
 
@@ -232,8 +189,4 @@ def average_uploads(first: Upload, second: Upload) -> Upload:
         weight = broadcast_clients(share, a)
         return weight * a + (1 - weight) * b
 
-    parts = {
-        part: {path: mean(a, second.parts[part][path]) for path, a in some.items()}
-        for part, some in first.parts.items()
-    }
-    return Upload(parts, examples, first.sums + second.sums)
+    return Upload(map_changes(mean, first.parts, second.parts), examples, first.sums + second.sums)

@@ -48,13 +48,6 @@ def fedprox(
 
     def define(model: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update, surrogate=proximal)
-        return kit.averaging_method(
-            model,
-            server,
-            client=kit.stateless_client(model, updater),
-            reconstruct=kit.reconstruction(model, None).run,
-            needs=updater.needs(kit.query_only(), 1),
-            steps=lambda support, query: update.steps(query),
-        )
+        return kit.averaging_method(model, server, updater, kit.reconstruction(model, None))
 
     return kit.Algorithm(model, define, aggregate or kit.mean())

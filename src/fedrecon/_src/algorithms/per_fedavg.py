@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import optax
-from jax import Array
 
 from fedrecon import kit
 
@@ -61,14 +60,11 @@ def per_fedavg(
 
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update, through_support=True)
-
-        def client(params: kit.Params, _: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
-            return updater.run(params, cohort, predict, (), keys=kit.update_keys(model, key, cohort)).upload, ()
-
         return kit.averaging_method(
             model,
             server,
-            client=client,
+            updater,
+            client=kit.stateless_client(model, updater, predict),
             reconstruct=lambda w, _, support, keys: kit.solve_params(model, adapt, kit.copy_params(w, keys), support),
             needs=updater.needs(kit.half() if split is None else split, adapt.limit),
             support_limit=adapt.limit,

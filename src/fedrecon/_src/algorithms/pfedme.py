@@ -70,9 +70,8 @@ def pfedme(
         return kit.averaging_method(
             model,
             server,
-            client=kit.stateless_client(model, updater),
+            updater,
             reconstruct=find_personal,
-            needs=updater.needs(kit.query_only(), 1),
             steps=lambda support, query: update.steps(query) * (1 + steps),
         )
 

@@ -42,10 +42,13 @@ def pfedrec(
     """
     objective = kit.Objective(model, model.predict)
 
+    def start(params: kit.Params, keys: Array) -> kit.Params:
+        return {"score": jax.vmap(model.init_local)(keys), "items": kit.copy_params(params, keys)}
+
     def reconstruct(params: kit.Params, _: Any, support: kit.Examples, keys: Array) -> kit.Params:
-        score = kit.solve_local(model, personal, params, jax.vmap(model.init_local)(keys), support)
-        copies = kit.copy_params(params, keys)
-        items = update.solve(kit.Problem(objective, copies, score, support, measured=False)).params
+        first = start(params, keys)
+        score = kit.solve_local(model, personal, params, first["score"], support)
+        items = update.solve(kit.Problem(objective, first["items"], score, support, measured=False)).params
         return {"score": score, "items": items}
 
     def define(_: kit.Model) -> kit.Method:
@@ -61,13 +64,10 @@ def pfedrec(
         return kit.averaging_method(
             model,
             server,
+            updater,
             client=client,
             reconstruct=reconstruct,
-            needs=updater.needs(kit.query_only(), 1),
-            init_client=lambda params, keys: {
-                "score": jax.vmap(model.init_local)(keys),
-                "items": kit.copy_params(params, keys),
-            },
+            init_client=start,
             steps=lambda support, query: personal.steps(query) + update.steps(query),
         )
 

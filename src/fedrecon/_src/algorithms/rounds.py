@@ -6,7 +6,7 @@ Rounds built from these functions match the simulator's to about 1e-6; only the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +24,9 @@ from fedrecon._src.algorithms.algorithm import (
 )
 from fedrecon._src.algorithms.validation import features_of
 from fedrecon._src.core.clients import Clients, check_clients
-from fedrecon._src.core.cohort import ABSENT, Cohort, Lengths, Needs, Packer
+from fedrecon._src.core.cohort import ABSENT, Cohort, Lengths, Packer
 from fedrecon._src.core.keys import as_number, client_keys, fresh_key, run_keys, words_of
-from fedrecon._src.core.upload import Total, Upload, add, no_total
+from fedrecon._src.core.upload import Parts, Total, Upload, add, no_total
 from fedrecon._src.server.aggregator import Report
 
 AT_ONCE = 16  # clients of a gateway that run side by side
@@ -123,13 +123,9 @@ def client_round(
       >>> result.client_state  # this method keeps nothing
       ()
     """
-    clients = as_clients(examples, client)
-    parts = [
-        (_compiled(_run_clients, algorithm)(message, block_state, cohort, key), count)
-        for cohort, block_state, count in _blocks(algorithm, clients, key, client_state, lengths)
-    ]
-    trimmed = [jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], part) for part, count in parts]
-    return ClientRound(*jax.tree.map(lambda *leaves: np.concatenate(leaves), *trimmed))
+    run = functools.partial(_compiled(_run_clients, algorithm), message)
+    blocks = _run_blocks(run, algorithm, as_clients(examples, client), key, client_state, lengths)
+    return ClientRound(*_concatenate([_first(count, results) for results, count in blocks]))
 
 
 def client_total(
@@ -170,14 +166,12 @@ def client_total(
       >>> float(result.total.scalars["clients"])
       1.0
     """
-    clients = as_clients(examples, client)
-    total, left = None, []
-    for cohort, block_state, count in _blocks(algorithm, clients, key, client_state, lengths):
-        run = _compiled(_add_clients, algorithm)
-        part, new = run(message, block_state, cohort, key, key if secret is None else secret)
+    run = functools.partial(_compiled(_add_clients, algorithm), message, key if secret is None else secret)
+    total, states = None, []
+    for (part, state), count in _run_blocks(run, algorithm, as_clients(examples, client), key, client_state, lengths):
         total = part if total is None else jax.tree.map(jnp.add, total, part)
-        left.append(jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], new))
-    return ClientTotal(jax.tree.map(np.asarray, total), jax.tree.map(lambda *leaves: np.concatenate(leaves), *left))
+        states.append(_first(count, state))
+    return ClientTotal(jax.tree.map(np.asarray, total), _concatenate(states))
 
 
 def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
@@ -291,35 +285,43 @@ def as_clients(examples: Clients | Mapping[str, Any], client: Any = 0) -> Client
     return Clients(arrays, np.array([0]), np.array([examples_of_client]), np.array([client]))
 
 
-def _blocks(
-    algorithm: Algorithm, clients: Clients, key: Array, client_state: Any, lengths: Lengths | None
-) -> Iterable[tuple[Cohort, Any, int]]:
-    """Pack clients in blocks of one size; yield each with what its clients keep and how many clients it has."""
+def _run_blocks(
+    run: Callable[..., Any],
+    algorithm: Algorithm,
+    clients: Clients,
+    key: Array,
+    client_state: Any,
+    lengths: Lengths | None,
+) -> Iterable[tuple[tuple[Any, Any], int]]:
+    """Run clients in blocks of one size; yield what `run` returns for each block and how many clients the block has."""
     check_clients(clients, "run")
-    packer = Packer(clients, _needs(algorithm, clients), lengths)
-    draw = as_number(words_of(key))
-    block = 1 if len(clients) == 1 else AT_ONCE
-    for begin in range(0, len(clients), block):
-        indices = np.full(block, ABSENT)
-        count = min(block, len(clients) - begin)
-        indices[:count] = np.arange(begin, begin + count)
-        cohort = packer.pack(indices, np.full(block, draw))
-        yield cohort, _state_of_block(algorithm, client_state, indices), count
-
-
-def _state_of_block(algorithm: Algorithm, client_state: Any, indices: np.ndarray) -> Any:
     if algorithm.method.init_client is None:
-        return ()
-    if client_state is None:
+        client_state = ()
+    elif client_state is None:
         raise ValueError(
             "`client_state` is missing: clients of this method keep state between rounds; before the first round, pass "
             "`init_client_state(algorithm, clients, seed)`"
         )
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[np.maximum(indices, 0)], client_state)
+    packer, draw = _packer(algorithm, clients, lengths), as_number(words_of(key))
+    block = 1 if len(clients) == 1 else AT_ONCE
+    for begin in range(0, len(clients), block):
+        numbers = np.arange(begin, begin + block)
+        indices = np.where(numbers < len(clients), numbers, ABSENT)
+        state = jax.tree.map(lambda leaf, at=indices: np.asarray(leaf)[np.maximum(at, 0)], client_state)
+        cohort = packer.pack(indices, np.full(block, draw))
+        yield run(state, cohort, key), min(block, len(clients) - begin)
 
 
-def _needs(algorithm: Algorithm, clients: Clients) -> Needs:
-    return algorithm.method.needs._replace(columns=features_of(algorithm, clients))
+def _first(count: int, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], tree)
+
+
+def _concatenate(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+
+
+def _packer(algorithm: Algorithm, clients: Clients, lengths: Lengths | None = None) -> Packer:
+    return Packer(clients, algorithm.method.needs._replace(columns=features_of(algorithm, clients)), lengths)
 
 
 @functools.lru_cache(maxsize=256)
@@ -333,7 +335,7 @@ def _run_clients(algorithm: Algorithm, message: RoundMessage, *arguments: Any) -
 
 
 def _add_clients(
-    algorithm: Algorithm, message: RoundMessage, client_state: Any, cohort: Cohort, key: Array, secret: Array
+    algorithm: Algorithm, message: RoundMessage, secret: Array, client_state: Any, cohort: Cohort, key: Array
 ) -> tuple[Total, Any]:
     upload, client_state = algorithm.method.client(message.method, client_state, cohort, key)
     return _encoded_total(algorithm, message, upload, client_keys(secret, cohort.identity)), client_state
@@ -348,27 +350,6 @@ def _encoded_total(algorithm: Algorithm, message: RoundMessage, upload: Upload, 
     return add(no_total(summand), summand)
 
 
-def upload_shapes(algorithm: Algorithm, examples: Clients | Mapping[str, Any]) -> Upload:
-    """Return what an upload of one client looks like on the wire, with shapes instead of arrays.
-
-    Args:
-      algorithm: what is trained.
-      examples: data with the columns that clients have; it may have no rows, since nothing is computed.
-    """
-    clients = as_clients(examples)
-    packer = Packer(clients, _needs(algorithm, clients))
-    return jax.eval_shape(functools.partial(_first_upload, algorithm), packer.pack(np.array([ABSENT])))
-
-
-def _first_upload(algorithm: Algorithm, cohort: Cohort) -> Upload:
-    key = jax.random.key(0)
-    state = algorithm.init(key)
-    message, init_client = algorithm.message(state), algorithm.method.init_client
-    keys = client_keys(key, cohort.identity)
-    client_state = () if init_client is None else init_client(algorithm.params(state), keys)
-    return algorithm.method.client(message.method, client_state, cohort, key)[0]
-
-
 def upload_groups(algorithm: Algorithm, clients: Clients) -> tuple[dict[tuple[str, str], str], list[tuple]]:
     """Find which changes a client uploads by rows, by tracing one upload.
 
@@ -379,20 +360,22 @@ def upload_groups(algorithm: Algorithm, clients: Clients) -> tuple[dict[tuple[st
     Returns:
       The group of lookup tables by part and path, for changes by rows; and all changes as `(part, path, whole shape)`.
     """
-    packer = Packer(clients, _needs(algorithm, clients))
     groups: dict[tuple[str, str], str] = {}
+    method, key = algorithm.method, jax.random.key(0)
 
-    def trace(cohort: Cohort) -> Upload:
-        upload = _first_upload(algorithm, cohort)
+    def trace(cohort: Cohort) -> Parts:
+        state = algorithm.init(key)
+        keys, params = client_keys(key, cohort.identity), algorithm.params(state)
+        client_state = () if method.init_client is None else method.init_client(params, keys)
+        upload = method.client(algorithm.message(state).method, client_state, cohort, key)[0]
         for part, changes in upload.parts.items():
             for path, change in changes.items():
                 # A table's change counts its rows with the very list that its group was packed with.
                 same = [name for name, count in cohort.num_rows.items() if getattr(change, "count", None) is count]
                 groups.update(dict.fromkeys([(part, path)], *same) if same else {})
-        return upload
+        return method.parts(state.method)
 
-    jax.eval_shape(trace, packer.pack(np.array([ABSENT])))
-    parts = jax.eval_shape(lambda: algorithm.method.parts(algorithm.init(jax.random.key(0)).method))
+    parts = jax.eval_shape(trace, _packer(algorithm, clients).pack(np.array([ABSENT])))
     return groups, [(part, path, leaf) for part, leaves in parts.items() for path, leaf in leaves.items()]
 
 

@@ -75,7 +75,7 @@ def save_algorithm(folder: str | Path, algorithm: Algorithm, params: Params, *, 
     folder, facts = Path(folder), _describe(algorithm)
     if replace:
         check_replaceable(folder, (DESCRIPTION, ARRAYS))
-    _check_shapes(folder, algorithm, params)
+    _check_shapes(algorithm, params)
     with atomic_folder(folder, replace=replace) as temporary:
         save_arrays(temporary / ARRAYS, jax.tree.map(np.asarray, params))
         write_folder_manifest(temporary / DESCRIPTION, FORMAT, facts)
@@ -170,9 +170,8 @@ def _describe(algorithm: Algorithm) -> dict[str, Any]:
     return {**identity, "why": why, "digest": digest_of(identity)}
 
 
-def _check_shapes(folder: Path, algorithm: Algorithm, params: Params) -> None:
-    expected, actual = (flatten(tree)[0] for tree in (shapes_of(algorithm.model.init_global), params))
-    wrong = sorted(set(expected) ^ set(actual))
-    wrong += [path for path in expected if path in actual and expected[path].shape != np.shape(actual[path])]
-    if wrong:
+def _check_shapes(algorithm: Algorithm, params: Params) -> None:
+    trees = shapes_of(algorithm.model.init_global), params
+    expected, actual = ({path: np.shape(leaf) for path, leaf in flatten(tree)[0].items()} for tree in trees)
+    if wrong := sorted(path for path in {*expected, *actual} if expected.get(path) != actual.get(path)):
         raise ValueError(f"`params` must have the names and shapes of the model's (got a different {wrong[0]!r})")

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def check_training(algorithm: Algorithm, clients: Clients) -> None:
     if clients.num_examples == 0:
         raise ValueError("the clients have no examples")
     check_values(algorithm, clients)
-    check_lookups(algorithm.model, *stand_ins(algorithm.model, clients, features_of(algorithm, clients)))
+    check_lookups(algorithm.model, *stand_ins(algorithm, clients))
     check_reconstruction(algorithm, clients)
 
 
@@ -79,11 +79,10 @@ def check_reconstruction(algorithm: Algorithm, clients: Clients) -> None:
       algorithm: the algorithm to run.
       clients: the data.
     """
-    facts = _facts_of(algorithm)
-    if _kind(clients) not in facts.reconstructs:
-        inputs = stand_ins(algorithm.model, clients, features_of(algorithm, clients))
-        algorithm.method.check(*inputs, jnp.ones(PROBED, bool))
-        facts.reconstructs.add(_kind(clients))
+    facts = _facts_of(algorithm, _kind(clients))
+    if "reconstructs" not in facts:
+        algorithm.method.check(*stand_ins(algorithm, clients), jnp.ones(PROBED, bool))
+        facts["reconstructs"] = True
 
 
 def check_values(algorithm: Algorithm, clients: Clients) -> None:
@@ -139,28 +138,20 @@ def features_of(algorithm: Algorithm, clients: Clients) -> list[str]:
       algorithm: the algorithm to run.
       clients: the data.
     """
-    features, kind = _facts_of(algorithm).features, _kind(clients)
-    if kind not in features:
-        features[kind] = features_used(algorithm.model, clients)
-    return features[kind]
+    facts = _facts_of(algorithm, _kind(clients))
+    if "features" not in facts:
+        facts["features"] = features_used(algorithm.model, clients)
+    return facts["features"]
 
 
-_Kind = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type and shape of each column
+@functools.lru_cache(maxsize=256)
+def _facts_of(algorithm: Algorithm, kind: tuple) -> dict[str, Any]:
+    """Return what is known about an algorithm and a kind of columns, to be added to: finding out traces the model."""
+    return {}
 
 
-class _ColumnFacts(NamedTuple):
-    """What is known about an algorithm for each kind of columns; cached, since finding out traces the model."""
-
-    features: dict[_Kind, list[str]]
-    reconstructs: set[_Kind]
-
-
-@functools.lru_cache(maxsize=64)
-def _facts_of(algorithm: Algorithm) -> _ColumnFacts:
-    return _ColumnFacts({}, set())
-
-
-def _kind(clients: Clients) -> _Kind:
+def _kind(clients: Clients) -> tuple:
+    """Return the name, the type and the shape of each column."""
     return tuple((name, column.dtype.str, column.shape[1:]) for name, column in clients.columns.items())
 
 
@@ -220,12 +211,11 @@ def features_used(model: Model, clients: Clients) -> list[str]:
 
 
 def _check_ids(model: Model, clients: Clients) -> None:
-    for path, features in lookup_groups(model).items():
-        for feature in features:
-            kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
-            if not np.issubdtype(kind, np.integer):
-                holds = "text" if kind.kind in "SU" else str(kind)
-                raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {holds}, not ids. {NUMBERED}")
+    for path, feature in ((path, f) for path, features in lookup_groups(model).items() for f in features):
+        kind = clients.columns[feature].dtype if feature in clients.columns else np.dtype(int)
+        if not np.issubdtype(kind, np.integer):
+            holds = "text" if kind.kind in "SU" else str(kind)
+            raise ValueError(f"`lookups` reads {path!r} at {feature!r}, which holds {holds}, not ids. {NUMBERED}")
 
 
 def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
@@ -238,7 +228,7 @@ def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
       clients: the data.
     """
     used = features_used(model, clients)
-    reads = find_reads(model, {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used})
+    reads = find_reads(model, _probe_of(clients, used))
     shapes = flatten(_shapes(model)[0])[0]
     for path, read in reads.items():
         rows = shapes[path].shape[0] if shapes[path].shape else 0
@@ -253,17 +243,19 @@ def _in_range(ids: np.ndarray, rows: int) -> bool:
     return ids.size > LARGEST_CHECKED or ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) < rows)
 
 
-def stand_ins(model: Model, clients: Clients, used: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
+def stand_ins(algorithm: Algorithm, clients: Clients) -> tuple[Any, Any, dict[str, Any]]:
     """Return global parameters, local parameters and a batch to try a model with: noise, noise and real examples.
 
     Args:
-      model: what is tried.
+      algorithm: its model is tried.
       clients: the data.
-      used: the features that the model reads.
     """
-    batch = {name: jnp.asarray(column) for name, column in probe(clients).items() if name in used}
-    params, local = (random_params(shapes) for shapes in _shapes(model))
-    return params, local, batch
+    params, local = map(random_params, _shapes(algorithm.model))
+    return params, local, _probe_of(clients, features_of(algorithm, clients))
+
+
+def _probe_of(clients: Clients, features: Sequence[str]) -> dict[str, Any]:
+    return {name: jnp.asarray(column) for name, column in probe(clients).items() if name in features}
 
 
 def _shapes(model: Model) -> tuple[Any, Any]:
