@@ -159,9 +159,8 @@ def _read_edition(edition: Edition, stream: IO[bytes], path: Path, limits: dict[
         if movies is None:
             return ratings
         options |= {"delimiter": edition.movies_delimiter, "quoting": edition.movies_delimiter == ","}
-        return _add_titles(
-            ratings, read_titles(TextTable(movies, f"{path}: {edition.movies}", **options), 0, 1, errors)
-        )
+        table = TextTable(movies, f"{path}: {edition.movies}", **options)
+        return _add_titles(ratings, read_titles(table, 0, 1, errors))
 
 
 def _load_small(limits: dict[str, Any]) -> Ratings:

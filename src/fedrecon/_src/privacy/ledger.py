@@ -122,16 +122,9 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, epsilon so far among them."""
-        return {
-            "clients": self.clients,
-            "delta": self.delta,
-            "budget": self.budget,
-            "epsilon": self.epsilon,
-            "rounds": self.rounds,
-            "randomness": self.randomness,
-            "releases": [{k: v for k, v in release._asdict().items() if v is not None} for release in self.releases],
-            "not_covered": NOT_COVERED,
-        }
+        facts = ("clients", "delta", "budget", "epsilon", "rounds", "randomness")
+        releases = [{k: v for k, v in release._asdict().items() if v is not None} for release in self.releases]
+        return {name: getattr(self, name) for name in facts} | {"releases": releases, "not_covered": NOT_COVERED}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Ledger:

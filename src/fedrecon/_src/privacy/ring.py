@@ -70,11 +70,9 @@ def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> In
     check_number("headroom", headroom)
     room = (2 ** min(bits - 1, 53) - 1 - headroom) // clients  # integers for each client
     if room < 1:
-        raise ValueError(
-            f"{bits} bits cannot hold the sum of {clients} clients"
-            + (f" and noise up to {headroom}" if headroom else "")
-            + ("; use fewer clients or less noise" if bits == 64 else "; use more bits")
-        )
+        noise = f" and noise up to {headroom}" if headroom else ""
+        advice = "fewer clients or less noise" if bits == 64 else "more bits"
+        raise ValueError(f"{bits} bits cannot hold the sum of {clients} clients{noise}; use {advice}")
     step = 2.0 ** math.ceil(math.log2(limit) - math.log2(room))
     while _levels(limit, step) > room:
         step *= 2
@@ -109,6 +107,5 @@ def restore(grid: IntegerGrid, total: Any, xp: ModuleType = np) -> Any:
     """
     signed, unsigned = WIDTHS[grid.bits]
     spare = np.dtype(unsigned).itemsize * 8 - grid.bits  # the sign is the first bit of the ring
-    return ((total.astype(unsigned) << spare).astype(signed) >> spare).astype(
-        xp.float64 if xp is np else xp.float32
-    ) * grid.step
+    steps = (total.astype(unsigned) << spare).astype(signed) >> spare
+    return steps.astype(xp.float64 if xp is np else xp.float32) * grid.step

@@ -146,14 +146,12 @@ def check_replaceable(path: Path, own_files: Collection[str]) -> None:
     """Raise `StorageError` unless a folder does not exist or holds no files but `own_files` (relative names)."""
     files = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
     names = {file.relative_to(path).as_posix() for file in files} if path.is_dir() else _list_names(path)
-    if foreign := names - set(own_files):
-        raise _foreign_folder(path, foreign)
+    _check_foreign(path, names - set(own_files))
 
 
 def check_names(path: Path, own_names: re.Pattern[str]) -> None:
     """Raise `StorageError` unless a folder does not exist or all names in it match `own_names`."""
-    if foreign := {name for name in _list_names(path) if not own_names.fullmatch(name)}:
-        raise _foreign_folder(path, foreign)
+    _check_foreign(path, {name for name in _list_names(path) if not own_names.fullmatch(name)})
 
 
 def check_model_folder(path: Path) -> None:
@@ -164,14 +162,13 @@ def check_model_folder(path: Path) -> None:
     except StorageError:
         return  # missing or damaged, but all other files have names of ours
     if not isinstance(facts, dict) or "format" not in facts:
-        raise _foreign_folder(path, {"another kind of model.json"})
+        _check_foreign(path, {"another kind of model.json"})
 
 
 def _check_marked(path: Path, kind: str) -> None:
     """Raise `StorageError` unless a folder is new, empty, or one of this kind that fedrecon made."""
     names = _list_names(path) - {LOCK, f".{MARKER}.partial"}
-    if names and MARKER not in names:
-        raise _foreign_folder(path, names)
+    _check_foreign(path, names if MARKER not in names else set())
     for other, typical in KINDS.items():
         if other != kind and typical & names and not KINDS[kind] & names:
             raise StorageError(f"{path} holds a {other}; give a new or empty folder, or the folder of a {kind}")
@@ -183,6 +180,7 @@ def _list_names(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir()} if path.exists() else set()
 
 
-def _foreign_folder(path: Path, names: set[str]) -> StorageError:
-    listed = ", ".join(sorted(names)[:3]) + (" and more" if len(names) > 3 else "")
-    return StorageError(f"{path} holds {listed}, and fedrecon did not make it; give a new or empty folder")
+def _check_foreign(path: Path, names: set[str]) -> None:
+    if names:
+        listed = ", ".join(sorted(names)[:3]) + (" and more" if len(names) > 3 else "")
+        raise StorageError(f"{path} holds {listed}, and fedrecon did not make it; give a new or empty folder")

@@ -63,16 +63,15 @@ def advertise(
     if terms.threshold < least:
         raise Refusal(f"client {me} takes part in sums of {least} or more; the terms allow {terms.threshold}")
     seed, root, cipher = entropy(SECRET), entropy(SECRET), entropy(32)
-    digest = terms.digest()
-    hello = sum_messages.write_hello(
-        terms,
-        me,
-        primitives.public_of(cipher),
-        primitives.public_of(primitives.mask_private(root, digest, me)),
-        primitives.derive(seed, digest, b"commitment", me),
-        signing_key,
-    )
-    return ClientState(terms, me, "share", seed, root, cipher), hello
+    state = ClientState(terms, me, "share", seed, root, cipher)
+    commitment = primitives.derive(seed, terms.digest(), b"commitment", me)
+    return state, sum_messages.write_hello(terms, me, *_public_keys(state), commitment, signing_key)
+
+
+def _public_keys(state: ClientState) -> tuple[bytes, bytes]:
+    """Return the keys that a client advertises: for shares, and for masks."""
+    mask_key = primitives.mask_private(state.root, state.terms.digest(), state.me)
+    return primitives.public_of(state.cipher), primitives.public_of(mask_key)
 
 
 def share(
@@ -162,9 +161,8 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
     if problem is not None:
         raise Refusal(problem)
     shares = {client: state.held[client][1 if yes else 0] for client, yes in answered.items()}
-    return replace(state, stage="done", circle={}, held={}), sum_messages.write_entries(
-        "reveal", state.terms, state.me, shares
-    )
+    reveal = sum_messages.write_entries("reveal", state.terms, state.me, shares)
+    return replace(state, stage="done", circle={}, held={}), reveal
 
 
 def pair_key(private: bytes, client: int, public: bytes, other: int, digest: bytes) -> bytes:
@@ -180,12 +178,8 @@ def _expect(state: ClientState, step: str) -> None:
 def _check_circle(state: ClientState, circle: Mapping[int, sum_messages.Hello]) -> None:
     terms, me = state.terms, state.me
     hello = circle.get(me)
-    expected = (
-        primitives.public_of(state.cipher),
-        primitives.public_of(primitives.mask_private(state.root, terms.digest(), me)),
-    )
     keys, problem = {key for each in circle.values() for key in (each.cipher, each.mask)}, None
-    if hello is None or (hello.cipher, hello.mask) != expected:
+    if hello is None or (hello.cipher, hello.mask) != _public_keys(state):
         problem = f"the server's roster does not have client {me} with the keys that it advertised"
     elif not terms.threshold <= len(circle) <= terms.circle:
         problem = f"a circle of {len(circle)} clients; the terms allow {terms.threshold} to {terms.circle}"

@@ -123,15 +123,10 @@ def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
         most = max((_present(state, client, set(sealed)) for client in sealed), default=0)
         raise TooFewClients("share", most, terms.threshold)
     after = replace(state, stage="collect", shared=frozenset(shared), refused=refused)
-    deliveries = {
-        client: sum_messages.write_entries(
-            "delivery",
-            terms,
-            client,
-            {other: sealed[other][client] for other in state.circles[client] if other in shared - {client}},
-        )
-        for client in sorted(shared)
-    }
+    deliveries = {}
+    for client in sorted(shared):
+        entries = {other: sealed[other][client] for other in state.circles[client] if other in shared - {client}}
+        deliveries[client] = sum_messages.write_entries("delivery", terms, client, entries)
     return after, deliveries
 
 

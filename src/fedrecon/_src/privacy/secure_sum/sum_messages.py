@@ -15,6 +15,7 @@ import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.privacy.secure_sum.primitives import SECRET
 from fedrecon._src.privacy.secure_sum.terms import MAGIC, VERSION, MessageError, Terms
 
@@ -56,19 +57,17 @@ class _Reader:
     def __init__(self, message: bytes, kind: str, terms: Terms, client: int | None) -> None:
         self._left = memoryview(message if isinstance(message, bytes | bytearray | memoryview) else b"")
         self._kind = kind
-        magic, version, number, digest, self.client = _HEADER.unpack(self.take(_HEADER.size))
-        problem = None
-        if (magic, version) != (MAGIC, VERSION):
-            problem = f"this is not a message of a secure sum of protocol version {VERSION}"
-        elif number != KINDS.index(kind):
-            name = KINDS[number] if number < len(KINDS) else number
-            problem = f"a message of kind {name!r} came where {kind!r} was expected"
-        elif digest != terms.digest():
-            problem = f"the {kind} message is from another session, round or group"
-        elif client not in (None, self.client):
-            problem = f"the {kind} message names client {self.client}; it should name client {client}"
-        if problem is not None:
-            raise MessageError(problem)
+        *version, number, digest, self.client = _HEADER.unpack(self.take(_HEADER.size))
+        name = KINDS[number] if number < len(KINDS) else number
+        rules = {
+            f"this is not a message of a secure sum of protocol version {VERSION}": version == [MAGIC, VERSION],
+            f"a message of kind {name!r} came where {kind!r} was expected": number == KINDS.index(kind),
+            f"the {kind} message is from another session, round or group": digest == terms.digest(),
+            f"the {kind} message names client {self.client}; it should name client {client}": (
+                client in (None, self.client)
+            ),
+        }
+        check_rules(rules, MessageError)
 
     def take(self, size: int) -> bytes:
         if len(self._left) < size:
