@@ -10,6 +10,7 @@ from fedrecon._src.data.posts import prepare_text as prepare_text
 from fedrecon._src.data.ratings import RatingLimits as RatingLimits
 from fedrecon._src.data.ratings import Ratings as Ratings
 from fedrecon._src.data.ratings import RatingsSchema as RatingsSchema
+from fedrecon._src.data.ratings import Summary as Summary
 from fedrecon._src.data.ratings import load_ratings as load_ratings
 from fedrecon._src.data.ratings import load_titles as load_titles
 from fedrecon._src.data.ratings import unique_labels as unique_labels
@@ -22,7 +23,6 @@ from fedrecon._src.data.sentences import prompt_columns as prompt_columns
 from fedrecon._src.data.sentences import split_text as split_text
 from fedrecon._src.data.sources import DataError as DataError
 from fedrecon._src.data.stackoverflow import prepare_stackoverflow as prepare_stackoverflow
-from fedrecon._src.data.summary import Summary as Summary
 from fedrecon._src.data.synthetic import synthetic_ratings as synthetic_ratings
 from fedrecon._src.data.synthetic import synthetic_text as synthetic_text
 from fedrecon._src.data.tables import TextOptions as TextOptions

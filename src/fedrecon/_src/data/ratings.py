@@ -1,4 +1,4 @@
-"""Ratings: clients that rated items, how they are read from tables of user, item, rating and time, and titles."""
+"""Ratings: clients that rated items, what they look like, how they are read from tables, and titles of items."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 import numpy as np
 
 from fedrecon._src.core.checks import check_choice, check_rules
-from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import listed_counts
+from fedrecon._src.core.clients import Clients, rows_of
+from fedrecon._src.core.display import listed_counts, readable, say_left_out
 from fedrecon._src.data.columns import (
     PARSE,
     Column,
@@ -18,13 +18,79 @@ from fedrecon._src.data.columns import (
     IdColumn,
     Values,
     convert_column,
+    describe_columns,
     find_columns,
 )
 from fedrecon._src.data.sources import BadRows, DataError, RowErrors
-from fedrecon._src.data.summary import Summary, summarize
 from fedrecon._src.data.tables import Batch, Table, TextOptions, open_table
 
 Duplicates = Literal["last", "first", "mean", "sum", "error"]
+COUNTS_SKEWNESS = 2.0  # ratings on a scale stay below; plays, clicks and purchases are far above
+USERS_PER_BLOCK = 1 << 13  # whose ratings are in memory at a time
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What ratings look like.
+
+    Attributes:
+      users: how many users there are.
+      items: how many items there are.
+      ratings: how many ratings there are.
+      least: the lowest rating.
+      greatest: the highest rating.
+      mean: the mean of all ratings.
+      deviation: their standard deviation.
+      skewness: their third standardised moment: 0 if they are symmetric, large if a few are far above the others.
+      density: the share of all pairs of a user and an item that is rated.
+      whole: whether all ratings are whole numbers.
+      skipped: how many rows, items or users loading left out, by reason.
+      recognised: the columns that were recognised, by what they are for.
+
+    Example:
+      >>> import fedrecon as fr
+      >>> summary = fr.data.load_ratings({"user": [1, 1, 2], "item": [1, 2, 1], "rating": [1, 2, 6]}).describe()
+      >>> summary.mean, summary.are_counts
+      (3.0, False)
+      >>> summary.sentence()
+      'users: 2; items: 2; ratings: 3, ...'
+    """
+
+    users: int
+    items: int
+    ratings: int
+    least: float
+    greatest: float
+    mean: float
+    deviation: float
+    skewness: float
+    density: float
+    whole: bool
+    skipped: Mapping[str, int]
+    recognised: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def are_counts(self) -> bool:
+        """Whether these look like plays, clicks or purchases: nothing negative, and a few far above the others."""
+        return self.least >= 0 and self.skewness > COUNTS_SKEWNESS
+
+    def sentence(self, counts: bool = True) -> str:
+        """Describe the ratings in one paragraph.
+
+        Args:
+          counts: say so if they look like counts; False if the caller says it.
+        """
+        per_user = self.ratings / max(1, self.users)
+        text = (
+            f"users: {self.users:,}; items: {self.items:,}; ratings: {self.ratings:,}, {per_user:.1f} per user, "
+            f"{100 * self.density:.3g} % of all pairs. "
+            f"Ratings go from {readable(self.least, 6)} to {readable(self.greatest, 6)}, "
+            f"with mean {readable(self.mean)} and standard deviation {readable(self.deviation)}."
+        )
+        if counts and self.are_counts:
+            text += f" These look like counts rather than ratings on a scale (skewness {self.skewness:.1f})."
+        text += f" {say_left_out(self.skipped)}"
+        return " ".join(filter(None, (text, describe_columns(self.recognised))))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,7 +126,35 @@ class Ratings(Clients):
 
     def describe(self) -> Summary:
         """Return what these ratings look like: how many, on which scale, how dense, what was left out."""
-        return summarize(self)
+        count = max(1, self.num_examples)
+        sums = [(v.min(), v.max(), v.sum(), (v == np.rint(v)).all()) for v in self._blocks()]
+        least, greatest, total, whole = map(np.array, zip(*sums or [(np.nan, np.nan, np.nan, True)], strict=True))
+        mean = total.sum() / count
+        moments = [(((v - mean) ** 2).sum(), ((v - mean) ** 3).sum()) for v in self._blocks()] or [(np.nan, np.nan)]
+        second, third = np.sum(moments, 0) / count
+        deviation = float(np.sqrt(second))
+        return Summary(
+            users=len(self),
+            items=self.num_items,
+            ratings=self.num_examples,
+            least=float(least.min()),
+            greatest=float(greatest.max()),
+            mean=float(mean),
+            deviation=deviation,
+            skewness=0.0 if deviation == 0 else float(third / deviation**3),
+            density=self.num_examples / max(1, len(self) * self.num_items),
+            whole=bool(whole.all()),
+            skipped=dict(self.skipped),
+            recognised=dict(self.recognised),
+        )
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        """Yield the ratings of some users at a time."""
+        for first in range(0, len(self), USERS_PER_BLOCK):
+            users = slice(first, first + USERS_PER_BLOCK)
+            values = self.columns["rating"][rows_of(self.starts[users], self.ends[users])]
+            if len(values):
+                yield np.asarray(values, np.float64)
 
 
 class RatingLimits(NamedTuple):
