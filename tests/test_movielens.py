@@ -4,13 +4,14 @@ import io
 import sys
 import threading
 import urllib.error
+import urllib.request
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedrecon._src.data.movielens import PUBLISHED, check_md5, download, fetch_once
+from fedrecon._src.data.movielens import PUBLISHED, Archive, download, fetch_once
 from fedrecon.data import DataError, load, load_movielens
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ml-1m.zip"
@@ -104,24 +105,27 @@ def test_what_is_not_movielens_is_refused(tmp_path):
 # ---- downloads ----
 
 
-def refuse(path):
-    raise DataError("the download is damaged")
+def archive_of(content, max_bytes=10_000):
+    return Archive("ml-1m.zip", "", hashlib.md5(content).hexdigest(), max_bytes)
 
 
 def test_a_download_appears_when_it_is_verified(tmp_path):
     source = write_zip(tmp_path / "source.zip", ML_1M, "latin-1")
-    target = tmp_path / "cache" / "ml-1m.zip"
-    seen = []
-    download(source.as_uri(), target, lambda path: seen.append(path.read_bytes()))
+    target, urls = tmp_path / "cache" / "ml-1m.zip", []
+
+    def opener(url, timeout):
+        urls.append(url)
+        return urllib.request.urlopen(source.as_uri(), timeout=timeout)
+
+    download(archive_of(source.read_bytes()), target, opener)
+    assert urls == ["https://files.grouplens.org/datasets/movielens/ml-1m.zip"]
     assert target.read_bytes() == source.read_bytes()
-    assert seen == [source.read_bytes()]
     assert [file.name for file in target.parent.iterdir()] == ["ml-1m.zip"]
 
 
 def test_a_damaged_download_leaves_nothing(tmp_path):
-    source = write_zip(tmp_path / "source.zip", ML_1M, "latin-1")
-    with pytest.raises(DataError, match="the download is damaged"):
-        download(source.as_uri(), tmp_path / "cache" / "ml-1m.zip", refuse)
+    with pytest.raises(DataError, match=r"is damaged: md5 .* of the zip, expected"):
+        download(archive_of(b"content"), tmp_path / "cache" / "ml-1m.zip", lambda url, timeout: Response(b"other"))
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -129,27 +133,30 @@ def no_network(url, timeout):
     raise urllib.error.URLError("no route to host")
 
 
-@pytest.mark.parametrize("missing", [None, no_network])
-def test_a_failed_download_says_how_to_get_the_file_by_hand(tmp_path, missing):
+def no_such_file(url, timeout):
+    return urllib.request.urlopen("file:///absent.zip", timeout=timeout)
+
+
+@pytest.mark.parametrize("opener", [no_such_file, no_network])
+def test_a_failed_download_says_how_to_get_the_file_by_hand(tmp_path, opener):
     target = tmp_path / "cache" / "ml-1m.zip"
-    options = {} if missing is None else {"opener": missing}
     with pytest.raises(DataError, match=r"cannot download .* Get ml-1m\.zip by hand from .* and pass its path"):
-        download((tmp_path / "absent.zip").as_uri(), target, refuse, **options)
+        download(archive_of(b""), target, opener)
     assert list(target.parent.iterdir()) == []
 
 
 def test_checksums_are_of_the_zip_or_of_a_file_in_it(tmp_path):
     path = write_zip(tmp_path / "a.zip", ML_1M, "latin-1")
-    check_md5(path, "", hashlib.md5(path.read_bytes()).hexdigest())
+    archive_of(path.read_bytes()).verify(path)
     inside = hashlib.md5(ML_1M["ml-1m/ratings.dat"].encode()).hexdigest()
-    check_md5(path, "ratings.dat", inside)
+    Archive("a.zip", "ratings.dat", inside, 0).verify(path)
     with pytest.raises(DataError, match=f"md5 {inside} of ratings.dat, expected 0."):
-        check_md5(path, "ratings.dat", "0")
+        Archive("a.zip", "ratings.dat", "0", 0).verify(path)
     with pytest.raises(DataError, match="md5 None of other, expected 0"):
-        check_md5(path, "other", "0")
+        Archive("a.zip", "other", "0", 0).verify(path)
     (tmp_path / "b.zip").write_text("<html>")
     with pytest.raises(DataError, match="File is not a zip file"):
-        check_md5(tmp_path / "b.zip", "ratings.dat", "0")
+        Archive("b.zip", "ratings.dat", "0", 0).verify(tmp_path / "b.zip")
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -175,13 +182,14 @@ class Response(io.BytesIO):
 
 @pytest.mark.parametrize("declared", [None, "12", "101", "1" * 400, "-1", "x"])
 def test_a_download_ends_at_the_size_it_may_have(tmp_path, declared):
-    opener = lambda url, timeout: Response(b"0" * 100_000, declared)  # noqa: E731
+    content = b"0" * 100_000
     with pytest.raises(DataError, match="has more than 100 bytes"):
-        download("http://x/a.zip", tmp_path / "a.zip", lambda path: None, 100, opener)
+        download(archive_of(content, 100), tmp_path / "a.zip", lambda url, timeout: Response(content, declared))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_downloads_of_one_file_one_is_made(tmp_path):
+def test_of_two_downloads_of_one_file_one_is_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDRECON_CACHE", str(tmp_path / "cache"))
     begun, count = threading.Barrier(2), []
 
     def opener(url, timeout):
@@ -190,15 +198,15 @@ def test_of_two_downloads_of_one_file_one_is_made(tmp_path):
 
     def fetch():
         begun.wait()
-        fetch_once("http://x/a", tmp_path / "cache" / "a", lambda path: None, 100, opener)
+        fetch_once(archive_of(b"content"), opener)
 
     threads = [threading.Thread(target=fetch) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert count == ["http://x/a"]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["a"]
+    assert len(count) == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["ml-1m.zip"]
 
 
 # ---- archives made to do harm ----
@@ -250,7 +258,7 @@ def test_encrypted_damaged_and_oddly_compressed_zips_are_refused_with_a_sentence
 
 @pytest.mark.skipif(not REAL.exists(), reason="MovieLens 1M may not be redistributed and is not beside the repository")
 def test_the_real_movielens_1m_has_its_published_counts():
-    check_md5(REAL, PUBLISHED["movielens-1m"].checked_file, PUBLISHED["movielens-1m"].md5)
+    PUBLISHED["movielens-1m"].verify(REAL)
     ratings = load_movielens(REAL)
     assert (len(ratings), ratings.num_examples, ratings.num_items) == (6040, 1_000_209, 3706)
     assert sum(ratings.skipped.values()) == 0

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
-from fedrecon._src.data import summary as summary_module
+from fedrecon._src.data import ratings as ratings_module
 from fedrecon.data import Ratings, load_ratings
 
 
@@ -56,7 +56,7 @@ def test_counts_are_recognised(values, counts):
 def test_parts_of_the_users_are_described_by_their_own_ratings(monkeypatch):
     ratings = fr.data.synthetic_ratings(50, 40, 12, seed=1)
     some = ratings.take([3, 30, 7])
-    monkeypatch.setattr(summary_module, "USERS_PER_BLOCK", 2)
+    monkeypatch.setattr(ratings_module, "USERS_PER_BLOCK", 2)
     found = some.describe()
     own = np.concatenate([client["rating"] for client in some]).astype(np.float64)
     assert (found.users, found.ratings) == (3, len(own))

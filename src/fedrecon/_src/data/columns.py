@@ -25,7 +25,6 @@ MAX_RATING = float(np.finfo(np.float32).max)
 MAX_TIME = 9.2e18  # just within 64 bits
 MAX_WHOLE_FLOAT = 2**53
 FIRST_YEAR = -62_135_596_800  # in seconds: Python knows no dates before
-PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 LONGEST_ID = 200  # characters
 MAX_ID_BYTES = 1 << 31  # of all distinct ids of a column as text of fixed width
 
@@ -266,8 +265,7 @@ def convert_column(role: str, name: object, column: pa.Array, source: str) -> Va
     if is_text(kind):
         return _convert_text(role, column, valid)
     if role == "time" and (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
-        column = column.cast(pa.timestamp("s")) if pa.types.is_date(kind) else column
-        array = np.asarray(column.cast(pa.int64()).fill_null(0)) // PER_SECOND[column.type.unit]
+        array = column.to_numpy(zero_copy_only=False).astype("datetime64[s]").astype(np.int64)
         return Values(array, valid & (array >= FIRST_YEAR))
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         rule = "must hold whole numbers or text" if role in ("user", "item") else "must hold numbers"

@@ -249,9 +249,8 @@ class _PostStore(AbstractContextManager["_PostStore"]):
 
     def all_words(self) -> Iterator[str]:
         """Yield the words of all clients in alphabetical order, or none if they are too many."""
-        (number,) = self._run("SELECT COUNT(*) FROM words").fetchone()
-        if number <= MOST_SPELLED:
-            yield from (word for (word,) in self._run("SELECT word FROM words ORDER BY word"))
+        query = "SELECT word FROM words WHERE (SELECT COUNT(*) FROM words) <= ? ORDER BY word"
+        return (word for (word,) in self._run(query, (MOST_SPELLED,)))
 
     def counts(self, words: Sequence[str]) -> np.ndarray:
         """Return how often each of the words is counted."""

@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from fedrecon._src.storage.atomic import atomic_file
 
 URL, HOME = "https://files.grouplens.org/datasets/movielens/", "https://grouplens.org/datasets/movielens/"
 PIECE = 1 << 16  # bytes of a download in memory at a time
-MAX_BYTES = 1 << 33  # if nothing is known about the file
 
 
 class Archive(NamedTuple):
@@ -44,6 +43,15 @@ class Archive(NamedTuple):
     checked_file: str
     md5: str
     max_bytes: int
+
+    def verify(self, path: Path) -> None:
+        """Raise `DataError` unless the zip at a path, or the file in it, has the md5."""
+        with open_member(path, self.checked_file) if self.checked_file else open_bytes(path) as stream:
+            md5, file = partial(hashlib.md5, usedforsecurity=False), cast(Any, stream)
+            digest = file and hashlib.file_digest(file, md5).hexdigest()
+        if digest != self.md5:
+            checked = self.checked_file or "the zip"
+            raise DataError(f"{path} is damaged: md5 {digest} of {checked}, expected {self.md5}.")
 
 
 class Edition(NamedTuple):
@@ -127,26 +135,13 @@ def load_movielens(
     limits: dict[str, Any] = {"min_ratings": min_ratings, "at_least": at_least}
     if source == "movielens-small":
         return _load_small(limits)
-    path = _fetch_archive(PUBLISHED[str(source)]) if source in PUBLISHED else Path(source)
+    path = fetch_once(PUBLISHED[str(source)]) if source in PUBLISHED else Path(source)
     for edition in EDITIONS:
         with open_member(path, edition.ratings) as stream:
             if stream is not None:
                 return _read_edition(edition, stream, path, limits)
     names = ", ".join(edition.ratings for edition in EDITIONS)
     raise DataError(f"{source} holds no MovieLens ratings; expected a file named {names} in it.")
-
-
-def check_md5(path: Path, checked_file: str, md5: str) -> None:
-    """Raise `DataError` unless a zip, or a file in it, has this md5."""
-    with open_member(path, checked_file) if checked_file else open_bytes(path) as stream:
-        digest: Any = stream and hashlib.file_digest(stream, partial(hashlib.md5, usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
-    if digest != md5:
-        raise DataError(f"{path} is damaged: md5 {digest} of {checked_file or 'the zip'}, expected {md5}.")
-
-
-def _fetch_archive(archive: Archive) -> Path:
-    verify = partial(check_md5, checked_file=archive.checked_file, md5=archive.md5)
-    return fetch_once(URL + archive.name, cache_folder() / archive.name, verify, archive.max_bytes)
 
 
 def _read_edition(edition: Edition, stream: IO[bytes], path: Path, limits: dict[str, Any]) -> Ratings:
@@ -187,42 +182,38 @@ def _add_titles(ratings: Ratings, titles: Mapping[str, str]) -> Ratings:
 # ---- downloads: once, by one process at a time, up to a size, checked at every use ----
 
 
-def fetch_once(url: str, target: Path, verify: Callable[[Path], None], *options: Any) -> Path:
-    """Return the path of a file that is downloaded once and verified at every use.
+def fetch_once(archive: Archive, opener: Callable[..., Any] = urllib.request.urlopen) -> Path:
+    """Return the path of an archive that is downloaded once and verified at every use.
 
-    A second process that wants the same file waits for the first and uses its download. `verify` raises `DataError`
-    if the file is not the right one; `options` are those of `download`.
+    A second process that wants the same archive waits for the first and uses its download.
     """
-    make_once(target, lambda: download(url, target, verify, *options))
+    target = cache_folder() / archive.name
+    make_once(target, lambda: download(archive, target, opener))
     try:
-        verify(target)
+        archive.verify(target)
     except DataError as problem:
         raise DataError(f"{problem} Remove it, and it will be downloaded again.") from None
     return target
 
 
-def download(
-    url: str,
-    target: Path,
-    verify: Callable[[Path], None],
-    max_bytes: int = MAX_BYTES,
-    opener: Callable[..., Any] = urllib.request.urlopen,
-) -> None:
-    """Fetch a file with a progress bar; it appears at `target` only when it is complete and verified."""
+def download(archive: Archive, target: Path, opener: Callable[..., Any] = urllib.request.urlopen) -> None:
+    """Fetch an archive with a progress bar; it appears at `target` only when it is complete and verified."""
+    url = URL + archive.name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             opener(url, timeout=30) as response,
             atomic_file(target) as file,
-            bars(f"downloading {target.name} (kB)", max_bytes >> 10) as advance,
+            bars(f"downloading {target.name} (kB)", archive.max_bytes >> 10) as advance,
         ):
             while piece := response.read(PIECE):
                 file.write(piece)
                 advance(len(piece) >> 10)
-                if file.tell() > max_bytes:
-                    raise DataError(f"{url} is not the expected file: it has more than {max_bytes:,} bytes.")
+                if file.tell() > archive.max_bytes:
+                    size = f"more than {archive.max_bytes:,} bytes"
+                    raise DataError(f"{url} is not the expected file: it has {size}.")
             file.flush()
-            verify(Path(file.name))
+            archive.verify(Path(file.name))
     except OSError as error:
         advice = f"Get {target.name} by hand from {HOME} and pass its path, or put it at {target}."
         raise DataError(f"cannot download {url} ({error}). {advice}") from error

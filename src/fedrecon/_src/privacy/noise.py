@@ -105,9 +105,8 @@ def share_of_noise(
         if clients * trial.levels + headroom < 2 ** min(bits - 1, 53):
             return ShareOfNoise(trial._replace(headroom=headroom), variance, noise_multiplier, steps, length, least)
         if step > clip:
-            raise ValueError(
-                f"{bits} bits cannot hold the sum of {clients} clients with noise; use more bits or less noise"
-            )
+            advice = "use more bits or less noise"
+            raise ValueError(f"{bits} bits cannot hold the sum of {clients} clients with noise; {advice}")
         step *= 2
 
 

@@ -98,12 +98,11 @@ def read_sum_plan(path: Path) -> SumPlan:
     data = read_bytes(file, MOST_PLAN)
     try:
         plan = json.loads(data)
-        about, length = plan["sum"], plan["vector"]["length"]
-        bits, least, rounds = about["bits"], about["least"], plan["rounds"]
-        helper = bytes.fromhex(about["helper"])
-        good = plan["format"] == "fedrecon-device-plan" and about["protocol"] == "two-servers" and len(helper) == 32
+        about, helper = plan["sum"], bytes.fromhex(plan["sum"]["helper"])
+        length, bits, least, rounds = plan["vector"]["length"], about["bits"], about["least"], plan["rounds"]
+        kind = (plan["format"], about["protocol"], len(helper))
+        good = kind == ("fedrecon-device-plan", "two-servers", 32) and bits in sealing.BITS
         good = good and all(type(value) is int and value > 0 for value in (length, bits, least, rounds))
-        good = good and bits in sealing.BITS
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
