@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ import optax
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.checks import check_rules
-from fedrecon._src.core.display import Progress, silent
+from fedrecon._src.core.display import Progress, Say, silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.ledger import spending
 from fedrecon._src.recommend.config import (
     Config,
     ConfigError,
     by_path,
+    change_settings,
     check_config,
     config_from_json,
     differences,
@@ -55,8 +56,6 @@ from fedrecon._src.storage.atomic import StorageError, find_complete
 from fedrecon._src.storage.ownership import RUN
 from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint, package_versions, timestamp
 
-Say = Callable[[str], None]
-
 
 def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:
     """Read the settings of a run and everything else in its `run.json`."""
@@ -85,8 +84,7 @@ def with_columns(config: Config, run: str | Path, reading: OtherReading) -> tupl
     if isinstance(config.data, Data) and (Path(run) / RUN).exists():
         with contextlib.suppress(StorageError):  # the model is all that is needed
             data = read_run(run)[0].data
-            columns = {role: getattr(data, role) for role in roles}
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, **columns))
+            config = change_settings(config, {f"data.{role}": getattr(data, role) for role in roles})
     return config, resolved
 
 
@@ -415,8 +413,6 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:
     """Use the absolute paths that run.json records, where they still exist."""
-    places = {"source": facts["data"].get("path"), "word_count": facts["data"].get("word_count")}
-    paths: dict[str, Any] = {
-        name: path for name, path in places.items() if isinstance(path, str) and path and os.path.exists(path)
-    }
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
+    recorded = {"data.source": facts["data"].get("path"), "data.word_count": facts["data"].get("word_count")}
+    paths = {name: path for name, path in recorded.items() if isinstance(path, str) and os.path.exists(path)}
+    return change_settings(config, paths)

@@ -10,7 +10,7 @@ import re
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 
 from fedrecon._src.app.plots import write_figure
 from fedrecon._src.core.checks import require
-from fedrecon._src.core.display import lay_out, silent
+from fedrecon._src.core.display import Say, lay_out, silent
 from fedrecon._src.data import Ratings
 from fedrecon._src.recommend.config import (
     DEFAULT,
@@ -42,7 +42,6 @@ from fedrecon._src.simulation.training import RecordCallback
 from fedrecon._src.storage.atomic import StorageError, without_nan, write_bytes, write_json
 from fedrecon._src.storage.ownership import lock_study
 
-Say = Callable[[str], None]
 TRIALS = "trials.json"
 CHECKS = 4  # evaluations of a trial; after each it may be stopped
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import DEFAULT
+from fedrecon._src.recommend.config import DEFAULT, change_settings
 
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import ExperimentResult
     from fedrecon._src.simulation.evaluation import Evaluation
 
-SETTINGS = dataclasses.replace(DEFAULT, data=dataclasses.replace(DEFAULT.data, source="movielens-small"))
+SETTINGS = change_settings(DEFAULT, {"data.source": "movielens-small"})
 LIKED = 5  # how many of the user's own favourites are shown
 
 
@@ -49,8 +48,7 @@ def run(args: Demo) -> int:
     from fedrecon._src.storage.atomic import StorageError
     from fedrecon._src.storage.run_folder import RunFolder
 
-    data = dataclasses.replace(SETTINGS.data, source=args.data)
-    config = dataclasses.replace(SETTINGS, rounds=args.rounds, data=data)
+    config = change_settings(SETTINGS, {"rounds": args.rounds, "data.source": args.data})
     folder = RunFolder(args.out)
     with folder.lock():
         if folder.has_run() and folder.description().get("made_by") != "demo":

@@ -17,7 +17,7 @@ from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.core.checks import MOST_ROUNDS
-from fedrecon._src.core.display import listed_counts
+from fedrecon._src.core.display import Say, listed_counts
 from fedrecon._src.recommend.config import Reading, Rule
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def run(args: Join) -> int:
     return 0
 
 
-def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) -> Node:
+def make_node(args: Join, folder: Path, key: Any, say: Say) -> Node:
     """Return the node that an operator's options describe."""
     from fedrecon._src.deploy.admission import read_public_keys
     from fedrecon._src.deploy.algorithm_plan import AlgorithmPlan, import_algorithm
@@ -161,7 +161,7 @@ def make_node(args: Join, folder: Path, key: Any, say: Callable[[str], None]) ->
     )
 
 
-def acceptance(args: Join, say: Callable[[str], None]) -> Callable[[Plan], bool]:
+def acceptance(args: Join, say: Say) -> Callable[[Plan], bool]:
     """Return the function that asks the owner about a plan."""
     from fedrecon._src.deploy.plan import describe, is_prefix
 

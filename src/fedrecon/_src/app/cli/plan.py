@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.recommend.config import Preset
+from fedrecon._src.recommend.config import Preset, change_settings
 from fedrecon._src.recommend.settings import Data, Source
 
 
@@ -93,8 +92,8 @@ COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanCli
 def parse(argv: Sequence[str]) -> MakePlan:
     """Parse the options of the task."""
     default = options.default_config("plan", argv)
-    files: dict[str, Any] = {"source": "", **({"titles": None} if isinstance(default.data, Data) else {})}
-    default = dataclasses.replace(default, data=dataclasses.replace(default.data, **files))
+    files = {"data.source": "", **({"data.titles": None} if isinstance(default.data, Data) else {})}
+    default = change_settings(default, files)
     command = COMMANDS[default.task]
     required = {"words" if command is PlanText else "items": tyro.MISSING}
     start = command(settings=default, out=tyro.MISSING, **required)
