@@ -120,7 +120,7 @@ def load_words(folder: Path, name: str) -> Task:
     parts = [corpus.next_words(part, 1000, 100).cap(64) for part in ("train", "valid", "test")]
     make = functools.partial(fr.models.next_word, 1000, 100, embedding=32, hidden=64, projection=32)
     models: dict[str, Any] = {"split": make(local="oov_embedding"), "whole": make(local="nothing")}
-    return make_task(*parts, **models, batch_size=16, per_round=10, epochs=1)
+    return make_task(*parts, **models, batch_size=16, per_round=10, epochs=1, server=fr.optimizers.fedyogi(0.02))
 
 
 def make_classes(num_clients: int, seed: int = 0) -> fr.Clients:
@@ -203,7 +203,8 @@ class RelativesData:
             "`make_classes` is its generator.",
             "80 % of the clients train, on the first 80 % of their examples; rates are chosen on 10 %, and 10 % are "
             "tested. Half of the examples of a client who is not in training are support.",
-            "The server takes the mean change (for ratings by Adam with rate .03), with Reptile half of it.",
+            "The server takes the mean change (for ratings by Adam with rate .03, for next words by FedYogi with rate "
+            ".02), with Reptile half of it.",
         ]
 
 
@@ -361,7 +362,7 @@ def load(source: str, progress: Progress = silent) -> RelativesData:
 
 # ---- the report ----
 
-ROUNDS = {"ratings": 200, "blogs": 100, "tweets": 100, "classes": 100, "once": 100}
+ROUNDS = {"ratings": 200, "blogs": 200, "tweets": 200, "classes": 100, "once": 100}
 KEEPING_LOCAL = ("ditto", "apfl", "fedper", "fedrep")
 KEEPING = ("scaffold", *KEEPING_LOCAL)  # SCAFFOLD keeps control variates
 
