@@ -11,9 +11,11 @@ import pytest
 
 import fedrecon as fr
 from deployed import Waiting, config_of, deployed, files_of, grid_of, node_of, plan_of
+from fedrecon._src.core.keys import round_key
 from fedrecon._src.core.upload import Total
 from fedrecon._src.deploy import plan_privacy
 from fedrecon._src.deploy.algorithm_plan import plan_for
+from fedrecon._src.deploy.coordinator import Training
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
 from fedrecon._src.deploy.plan import PlanError, describe, weaker
 from fedrecon._src.privacy.accounting import epsilon_of
@@ -333,6 +335,17 @@ def test_algorithms_of_ones_own_are_held_to_the_same():
     assert plan.promises.epsilon == pytest.approx(epsilon_of([plan.release._replace(rounds=3)], plan.promises.delta))
     with pytest.raises(PlanError, match="the number of users of all nodes together"):
         made_in_python(fr.aggregators.private(1.0, 1.0, per_round=9))
+
+
+def test_noise_of_the_server_does_not_follow_from_the_seed_that_clients_know(tmp_path):
+    algorithm = made_in_python(fr.aggregators.private(1.0, 1.0, per_round=9), users=9).algorithm
+    weights = []
+    for name in "ab":
+        training = Training(algorithm, fr.RunFolder(tmp_path / name), seed=0)
+        message, key = algorithm.message(training.state), round_key(0, 0)
+        training.step([fr.kit.client_update(algorithm, message, {"x": [1.0, 2.0], "y": [3.0, 4.0]}, key)])
+        weights.append(float(training.params()["w"]))
+    assert weights[0] != weights[1]
 
 
 def test_a_plan_of_an_older_format_is_refused():

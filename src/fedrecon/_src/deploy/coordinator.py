@@ -122,9 +122,9 @@ def serve(
 class Training:
     """A training on its server: the state after so many rounds, and their records, both saved in the run's folder."""
 
-    def __init__(self, algorithm: Algorithm, folder: RunFolder, seed: int, *, noised: bool, params: Any = None):
+    def __init__(self, algorithm: Algorithm, folder: RunFolder, seed: int, params: Any = None):
         """Continue from the folder's newest checkpoint; without one, begin, with other parameters if any are given."""
-        self.algorithm, self.folder, self.seed, self.noised = algorithm, folder, seed, noised
+        self.algorithm, self.folder, self.seed = algorithm, folder, seed
         state = algorithm.init(run_keys(seed).init)
         self.state: ServerState = jax.tree.map(np.asarray, state if params is None else with_params(state, params))
         self.done, self.history = 0, list[dict[str, Any]]()
@@ -142,7 +142,8 @@ class Training:
     def step(self, parts: Iterable[Any]) -> dict[str, Any]:
         """End a round with the parts of its sum, and return what its record says of it."""
         # Noise must come from entropy that nobody knows; all else may follow from the seed, as in the simulation.
-        key = fresh_key() if self.noised else round_key(self.seed, self.done)
+        noised = self.algorithm.aggregator.release is not None
+        key = fresh_key() if noised else round_key(self.seed, self.done)
         state, report = server_round(self.algorithm, self.state, parts, key)
         self.state, self.done = jax.tree.map(np.asarray, state), self.done + 1
         return describe_round(self.algorithm.model, self.done, report)
@@ -179,7 +180,7 @@ class _Nodes(NodeRegistry):
             self.plan = self._run_round_zero(self.plan, folder.path / ROUND_ZERO)
             self.joined, self._invited_at = {}, {}  # all nodes need the result
         plan = self.plan
-        self.training = Training(plan.algorithm, folder, plan.seed, noised=plan.release is not None)
+        self.training = Training(plan.algorithm, folder, plan.seed)
         self.done = self.training.done
         return self.training
 

@@ -133,7 +133,7 @@ def serve_devices(
         noise = _noise_of(plan, start.algorithm, pace, say)
         facts = begin_run(folder, plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, resume)
         api.run, api.folder = facts["deployment"]["run"], folder.path
-        training = Training(start.algorithm, folder, facts["seed"], noised=noise is not None, params=start.params)
+        training = Training(start.algorithm, folder, facts["seed"], start.params)
         api.done = training.done
         rounds = _Rounds(api, training, helper, pace, say)
         interrupted = False
