@@ -160,7 +160,7 @@ def test_five_ratings_give_the_parameters_scores_and_order_that_python_gives(sav
     mine = served.reconstruct(person)
     order = ("user_bias", "user_embedding", "user_traits")
     assert found["local"] == pytest.approx(np.concatenate([np.ravel(mine[name]) for name in order]), abs=1e-5)
-    ((_, scores),) = served._every_score(served._clients(person)[0])
+    ((_, scores, _),) = served._every_score(served._clients(person)[0])
     assert found["scores"] == pytest.approx(scores[0].tolist(), abs=1e-5)
     best = served.recommend(person, 10)
     assert [ids[k] for k in found["best"]] == [one.item for one in best]
