@@ -23,7 +23,7 @@ from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
 
 
 @register_factory
-def closed_form(*, batch_size: int = 16, limit: int | None = None) -> Solver:
+def closed_form(*, batch_size: int = 32, limit: int | None = None) -> Solver:
     """Reconstruct without an optimizer: add the model's sufficient statistics of every example to the start.
 
     For models with `statistics`, such as `models.next_word(local="output_bias")`. Statistics may compare the examples

@@ -98,8 +98,12 @@ def _while(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     )
 
 
+# A runtime copies what a loop carries and all that is stacked in every step, so that short scans have no loop.
+MOST_UNROLLED = 32
+
+
 def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Write a scan as a loop over indices: of any direction, with no stacked inputs."""
+    """Write a scan as its steps, or a long one as a loop over indices: of any direction, with no stacked inputs."""
     params = equation.params
     body, length = params["jaxpr"].jaxpr, params["length"]
     # What is stacked has one dimension more than in the body (JAX has renamed the parameters that say how many are).
@@ -116,6 +120,12 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         at_step = [(jnp.arange(length) == t).reshape(-1, *[1] * x.ndim) for x in result[carries:]]
         return result[:carries], list(map(_choose, at_step, result[carries:], outputs))
 
+    if 0 < length <= MOST_UNROLLED:
+        state, rows = list(start), {}
+        for t in sorted(range(length), reverse=params["reverse"]):
+            result = _closed(params["jaxpr"], (*held, *state, *(x[t] for x in stacked)))
+            state, rows[t] = result[:carries], result[carries:]
+        return [*state, *(jnp.stack(column) for column in zip(*(rows[t] for t in range(length)), strict=True))]
     outputs = [jnp.zeros(atom.aval.shape, atom.aval.dtype) for atom in equation.outvars[carries:]]
     if not length:
         return [*start, *outputs]
@@ -202,13 +212,20 @@ def _scatter_add(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     places = jnp.transpose(indices, (*order, indices.ndim - 1)).reshape(batches, -1, len(axes))
     new = jnp.transpose(updates, (*(outer[dim] for dim in order), *numbers.update_window_dims))
     new = new.reshape(*places.shape[:2], -1)  # (batches, places, numbers)
-    first, *later = [jnp.arange(operand.shape[axis], dtype=places.dtype) for axis in axes]
+    sizes = [operand.shape[axis] for axis in axes]
+    if (
+        len(sizes) == 1 and new.shape[-1] == 1
+    ):  # of numbers, by quotient and remainder: shorter vectors, the same product
+        side = math.isqrt(sizes[0]) + 1
+        places, sizes = jnp.concatenate([places // side, places % side], -1), [-(-sizes[0] // side), side]
+    first, *later = [jnp.arange(size, dtype=places.dtype) for size in sizes]
     for k in range(len(later), 0, -1):
         hot = (places[..., k, None] == later[k - 1]).astype(new.dtype)  # (batches, places, rows)
         new = (hot[..., None] * new[..., None, :]).reshape(*places.shape[:2], -1)
     hot = (places[:, None, :, 0] == first[:, None]).astype(new.dtype)  # (batches, rows, places)
     dims = [*batching, *axes, *window]
-    summed = _matmul(hot, new).reshape([operand.shape[dim] for dim in dims])
+    shape = [operand.shape[dim] for dim in dims]
+    summed = _matmul(hot, new).reshape(batches, -1)[:, : math.prod(shape) // batches].reshape(shape)
     return [operand + jnp.moveaxis(summed, range(operand.ndim), dims)]
 
 

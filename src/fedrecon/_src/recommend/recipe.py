@@ -69,7 +69,7 @@ def build_reconstruction(settings: Reconstruct, ridge: Ridge | None = None) -> S
         return least_squares(settings.ridge if ridge is None else ridge)
     if settings.solver == "closed-form":
         limit = None if settings.steps is None else max(1, settings.steps) * settings.batch_size
-        return closed_form(batch_size=settings.batch_size, limit=limit)
+        return closed_form(limit=limit)
     return build_descent(settings)
 
 

@@ -238,12 +238,12 @@ def measure_people(
     totals: dict[str, Any] = {}
     worse = clearly = people = repeating = 0
     with progress("measuring what people get", len(clients)) as advance:
-        for support, query in _people(clients, split):
+        for support, query in split_people(clients, split):
             advance()
             if not len(query["target"]):
                 continue
             learning = PersonalWords(clients.vocabulary, biased=biased)
-            tallies, (lost, won), is_repeating = _measure_person(
+            tallies, (lost, won), is_repeating = measure_person(
                 clients, support, query, models_of(support), learning, spelling
             )
             totals = {name: totals.get(name, 0) + tally for name, tally in tallies.items()}
@@ -254,7 +254,7 @@ def measure_people(
     return PersonalResults(rows, worse / max(people, 1), clearly / max(people, 1), people, repeating)
 
 
-def _people(clients: Sentences, split: Split) -> Iterator[list[Columns]]:
+def split_people(clients: Sentences, split: Split) -> Iterator[list[Columns]]:
     """Yield the columns of each client's support and query."""
     columns = [name for name in ("word", "oov", "pair", "target", "other") if name in clients.columns]
     for begin, end in zip(clients.starts.tolist(), clients.ends.tolist(), strict=True):
@@ -266,7 +266,7 @@ def _people(clients: Sentences, split: Split) -> Iterator[list[Columns]]:
         ]
 
 
-def _measure_person(
+def measure_person(
     clients: Sentences, support: Columns, query: Columns, models: Models, learning: PersonalWords, spelling: Spelling
 ) -> tuple[dict[str, np.ndarray], tuple[int, int], bool]:
     """Return the person's sums, how many hits personal suggestions lost and won, and whether they repeat sentences."""
@@ -412,7 +412,7 @@ def word_baselines(train: Sentences, measured: Sentences, split: Split) -> dict[
     counted, words = CountedWords(train), train.vocab_size
     hits, number = np.zeros(3, int), 0
     most_used = 1 + int(np.argmax(counted.uses[1 : words + 1]))
-    for _, query in _people(measured, split):
+    for _, query in split_people(measured, split):
         for begin in range(0, len(query["target"]), SENTENCES_AT_ONCE):
             columns = {name: column[begin : begin + SENTENCES_AT_ONCE] for name, column in query.items()}
             in_vocabulary = (columns["target"] > 0) & (columns["target"] <= words)

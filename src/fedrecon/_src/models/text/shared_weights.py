@@ -26,7 +26,7 @@ def plain_layers() -> Iterator[None]:
         _plain.reset(token)
 
 
-def merging(axis: int | None, plain: Layer | None = None) -> Callable[[Layer], Layer]:
+def merging(axis: int | None, plain: Layer | None = None, *, exported: bool = False) -> Callable[[Layer], Layer]:
     """Make `jax.vmap` of a layer merge the mapped axis into the layer's batch, if the weights are not mapped.
 
     Clients whose global parameters are frozen then run like one client with a larger batch, and a product of many rows
@@ -40,6 +40,7 @@ def merging(axis: int | None, plain: Layer | None = None) -> Callable[[Layer], L
         sums over the batch: then several clients run `plain`, side by side.
       plain: the same function, for derivatives and for clients with their own weights, if the layer itself does not
         support them; by default the layer.
+      exported: export the layer as it is, too.
     """
 
     def decorate(layer: Layer) -> Layer:
@@ -66,7 +67,7 @@ def merging(axis: int | None, plain: Layer | None = None) -> Callable[[Layer], L
 
         @jax.custom_vjp
         def differentiable(batches: Any, weights: Any) -> Any:
-            return simple(batches, weights) if _plain.get() else batched(batches, weights)
+            return simple(batches, weights) if _plain.get() and not exported else batched(batches, weights)
 
         # A function with a custom vmap rule has no derivative, so we define one.
         differentiable.defvjp(

@@ -71,13 +71,17 @@ class Outputs:
         """
         if not self.groups:
             return levels[0]
-        top = jax.nn.log_softmax(levels[0])
+        top, *groups = map(jax.nn.log_softmax, levels)
+        shares = [top[..., self.ungrouped + number, None] for number in range(len(groups))]
+        return self.join([top, *(share + group for share, group in zip(shares, groups, strict=True))])
+
+    def join(self, levels: list[Array]) -> Array:
+        """Put values of `(..., logits)` of all levels in the order of the outputs; those of groups are left out."""
         pieces, at, begin = [], 0, 0
-        for number, (first, after) in enumerate(self.groups):
-            share = top[..., self.ungrouped + number, None]
-            pieces += [top[..., at : at + first - begin], share + jax.nn.log_softmax(levels[1 + number])]
+        for members, (first, after) in zip(levels[1:], self.groups, strict=True):
+            pieces += [levels[0][..., at : at + first - begin], members]
             at, begin = at + first - begin, after
-        pieces.append(top[..., at : self.ungrouped])
+        pieces.append(levels[0][..., at : self.ungrouped])
         return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], -1)
 
 
@@ -217,7 +221,7 @@ def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, su
     """
     count = len(rows[1])
     parts = -(-count // PART)
-    order = jnp.pad(jnp.argsort(rows[1] < 0, stable=True), (0, parts * PART - count), mode="edge")
+    order = jnp.argsort(rows[1] < 0, stable=True)[jnp.minimum(jnp.arange(parts * PART), count - 1)]
     real = jnp.sum(rows[1] >= 0)
     sorted_rows = [x[order] for x in rows]
     sorted_rows[1] = jnp.where(jnp.arange(parts * PART) < real, sorted_rows[1], -1)  # not what the edge repeats
@@ -239,9 +243,10 @@ def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, su
     return jax.tree.unflatten(tree, [x if is_sum(number) else x[back] for number, x in enumerate(results)])
 
 
-def _by_rows(at_once: Layer, *, sums: bool = False) -> Layer:
+def _by_rows(at_once: Layer, *, sums: bool = False, exported: bool = False) -> Layer:
     """Apply a function of rows in parts, and to the rows of all clients at once where they share their weights."""
-    return merging(axis=None if sums else 0, plain=at_once)(functools.partial(_in_parts, at_once, sums=sums))
+    merge = merging(axis=None if sums else 0, plain=at_once, exported=exported)
+    return merge(functools.partial(_in_parts, at_once, sums=sums))
 
 
 def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
@@ -297,9 +302,17 @@ def _expect(outputs: Outputs) -> Callable[[Rows, list[Weights]], tuple[Array, Ar
 
     def at_once(rows: Rows, weights: list[Weights]) -> tuple[Array, Array]:
         real = (rows[1] >= 0).astype(rows[0].dtype)
-        return real, real @ jax.nn.softmax(_log_shares(outputs, rows[0], weights))
+        shares, sums = [real], []
+        for number, (kernel, bias) in enumerate(weights):
+            logits = rows[0] @ kernel + bias
+            exponentials = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
+            scale = shares[number] / jnp.sum(exponentials, -1)  # of each row: only the sums over rows are needed
+            sums.append(scale @ exponentials)
+            if not number:
+                shares += [scale * exponentials[:, outputs.ungrouped + k] for k in range(len(outputs.groups))]
+        return real, outputs.join(sums)
 
-    return _by_rows(at_once, sums=True)
+    return _by_rows(at_once, sums=True, exported=True)
 
 
 def _log_shares(outputs: Outputs, hidden: Array, weights: list[Weights]) -> Array:
