@@ -30,10 +30,10 @@ from studies.text_jobs import (
     comes_close,
     explains_gain,
     order_by_size,
-    personal_section,
     raises,
     retains_most,
 )
+from studies.text_people import personal_section
 
 SIZES = (1000, 5000, 10000)
 BUCKETS = (50, 200, 1000)  # besides 1 and 500
@@ -115,10 +115,10 @@ def make_jobs(scale: Scale) -> tuple[Job, ...]:
         jobs += _jobs_of_size(scale, size)
     for size in scale.sizes:
         data = replace(scale.config.data, max_sentences=2 * max(scale.known))  # half of them are known
-        config = replace(TEXT_DEFAULT, data=data, sampling=fr.Sampling(16))
+        config = replace(TEXT_DEFAULT, data=data, sampling=fr.Sampling(8))
         config = sized(replace(config, rounds=scale.personal, evaluate_every=scale.personal), size)
         name, title = job_name("personal", size), f"Personal next words, V = {size:,}"
-        jobs.append(Job(name, title, config, method="personal", few=scale.known, finetune=scale.finetune))
+        jobs.append(Job(name, title, config, method="personal", few=scale.known))
     small = scale.sizes[0]
     for buckets in BUCKETS:
         title = f"FedRecon, {buckets} buckets, V = {small:,}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +13,14 @@ import numpy as np
 
 import fedrecon as fr
 from fedrecon._src.core.display import Progress, silent
-from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.recommend.config import TextConfig, Update
 from fedrecon._src.recommend.recipe import build_descent
 from fedrecon._src.recommend.tasks import build_algorithm
 from fedrecon._src.recommend.tasks.text import build_next_word
-from fedrecon._src.recommend.word_evaluation import (
-    CountedWords,
-    Models,
-    Predict,
-    measure_people,
-    model_predictions,
-    word_baselines,
-)
+from fedrecon._src.recommend.word_evaluation import word_baselines
 from fedrecon.data import Corpus, Sentences, load_text
 from studies.study import Block, Job, Kind, Result, Results, Section, Spread, Table, metric
+from studies.text_people import measure_sample
 from studies.training import baseline_result, train
 
 MASKED = "masked"
@@ -117,12 +109,12 @@ def run_job(job: Job, data: TextData, seed: int, part: str = "test", progress: P
     """
     config = job.config
     assert isinstance(config, TextConfig)
+    if job.method == "personal":
+        return run_personal(job, data, seed, part, progress)
     train_clients, unseen = (
         data.examples(name, config.model.vocabulary, config.model.oov_buckets).cap(config.data.max_sentences)
         for name in ("train", part)
     )
-    if job.method == "personal":
-        return run_personal(job, train_clients, unseen, seed, progress)
     if job.method == "counting":
         table = word_baselines(train_clients, unseen, fr.split.half())
         absent = {"accuracy": float("nan")}  # of clients without a word of the vocabulary
@@ -144,104 +136,20 @@ def run_job(job: Job, data: TextData, seed: int, part: str = "test", progress: P
     return result | {"sent_bytes": 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
 
 
-def run_personal(
-    job: Job, train_clients: Sentences, unseen: Sentences, seed: int, progress: Progress
-) -> dict[str, Any]:
-    """Train with the default settings of text, and measure what people get by how much of their text is known.
-
-    Everything finetuned is measured next to it, once on what is known or going on with every 16 sentences that the
-    person writes, and n-grams that are counted centrally.
-    """
-    config, vocabulary = job.config, unseen.vocabulary
+def run_personal(job: Job, data: TextData, seed: int, part: str, progress: Progress) -> dict[str, Any]:
+    """Train with the default settings of text, and measure what people get by how much of their text is known."""
+    config = job.config
     assert isinstance(config, TextConfig)
-    assert job.finetune is not None
-    algorithm = build_algorithm(config, build_next_word(config.model, vocabulary))
-    finetuned = fr.with_finetuning(algorithm, build_descent(job.finetune))
-    evaluator = fr.Evaluator(algorithm, unseen, seed=seed)
+    names = ("train", "valid", part)
+    train_clients, valid, unseen = (data.examples(n, config.model.vocabulary, config.model.oov_buckets) for n in names)
+    train_clients = train_clients.cap(config.data.max_sentences)
+    algorithm = build_algorithm(config, build_next_word(config.model, unseen.vocabulary))
+    evaluator = fr.Evaluator(algorithm, unseen.cap(config.data.max_sentences), seed=seed)
     params, result = train(
         job, algorithm, train_clients, lambda *state: {"recon": evaluator(state[1])}, seed=seed, progress=progress
     )
-    fresh = algorithm.model.init_local(jax.random.key(seed))
-    anybody = model_predictions(algorithm, params, fresh)
-    counted = CountedWords(train_clients).models()
-    milliseconds: list[float] = []
-
-    def models_of(support: Mapping[str, np.ndarray]) -> Models:
-        examples = {name: column for name, column in support.items() if name != "other"}
-        started = time.perf_counter()
-        fr.reconstruct(algorithm, params, examples, seed=seed)
-        milliseconds.append(1000 * (time.perf_counter() - started))
-        local = fr.reconstruct(finetuned, params, examples, seed=seed)
-        local = {**local, "local": fresh}  # finetuning alone
-        others: dict[str, Predict] = {
-            "everything finetuned": model_predictions(finetuned, params, local),
-            "everything finetuned, going on": finetune_further(finetuned, params, local, seed),
-            **counted,
-        }
-        return Models(anybody, anybody, others)
-
-    people = {
-        str(known): measure_people(
-            unseen, fr.split.at_most(known, fr.split.half()), models_of, progress=progress
-        ).summary()
-        for known in job.few
-    }
-    sent = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return result | {"sent_bytes": sent, "people": people, "milliseconds": float(np.median(milliseconds))}
-
-
-def finetune_further(finetuned: fr.Algorithm, params: Any, local: Any, seed: int) -> Predict:
-    """Return predictions of a model that is finetuned with every block of sentences after it has predicted them."""
-    structure = flatten(params)[1]
-
-    def predict(columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        nonlocal local
-        probabilities = model_predictions(finetuned, params, local)(columns)
-        if columns["target"].any(1).all():  # the last block may be padded: nothing comes after it
-            examples = {name: column for name, column in columns.items() if name != "other"}
-            written = fr.reconstruct(finetuned, unflatten(structure, local["finetuned"]), examples, seed=seed)
-            local = {**local, "finetuned": written["finetuned"]}
-        return probabilities
-
-    return predict
-
-
-def personal_section(jobs: Mapping[int, str], title: str) -> Section:
-    """Return the section of tables of what people get, one for each vocabulary and amount of known text."""
-
-    def table(results: Sequence[Result], known: str) -> Table:
-        people = [result["people"][known] for result in results]
-        rows = [name for name, row in people[0].items() if isinstance(row, Mapping)]
-        names = ("top1", "top3", "own_top3", "perplexity", "keystrokes")
-        cells = [
-            [
-                name,
-                *(
-                    f"{np.mean([one[name][m] for one in people]) * (1 if m == 'perplexity' else 100):.2f}"
-                    for m in names
-                ),
-            ]
-            for name in rows
-        ]
-        return Table(["", "top 1", "top 3", "own words", "perplexity", "keystrokes saved"], cells)
-
-    def compose(results: Results) -> list[Block]:
-        blocks: list[Block] = []
-        for size, job in jobs.items():
-            for known in results[job][0]["people"] if job in results else ():
-                people, first = results[job][0]["people"][known], results[job][0]
-                blocks += [
-                    f"V = {size:,}, at most {known} known sentences ({len(results[job])} seeds, shares in percent):",
-                    table(results[job], known),
-                    f"Worse off: {people['worse_off']:.0%}, beyond two standard errors "
-                    f"{people['clearly_worse_off']:.0%}. People who repeat whole sentences: "
-                    f"{people['repeating_people']}. {first['sent_bytes'] / 1e6:.1f} MB per round and client; a "
-                    f"reconstruction takes {first['milliseconds']:.0f} ms.",
-                ]
-        missing = [f"V = {size:,}" for size, job in jobs.items() if job not in results]
-        return [*blocks, f"Not run at this scale: {', '.join(missing)}."] if missing else blocks
-
-    return Section(title, tuple(jobs.values()), compose)
+    people = measure_sample(config, params, (train_clients, valid, unseen), job.few, progress)
+    return result | {"sent_bytes": 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params)), "people": people}
 
 
 def _masked(params: Any, config: TextConfig) -> Any:
