@@ -153,7 +153,7 @@ def _descend(
         return {**new, **tables}
 
     def clipped(gradient: Any) -> Array:
-        return rate * jnp.minimum(1.0, CLIP_NORM / optax.global_norm(gradient))
+        return rate * jnp.minimum(1.0, CLIP_NORM / optax.tree.norm(gradient))
 
     return jax.lax.fori_loop(0, steps, step, params)
 

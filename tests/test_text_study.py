@@ -1,15 +1,19 @@
 import dataclasses
 import json
 
+import jax
+import numpy as np
+import optax
 import pytest
-from studies import text
+from studies import text, text_people
 from studies.__main__ import main
 from studies.report import compose, to_markdown
 from studies.study import Job
 from studies.text_jobs import TextData, comes_close, order_by_size, raises, retains_most, run_job
 
 import fedrecon as fr
-from fedrecon._src.recommend.config import NextWord, Reconstruct, Update
+from fedrecon._src.data.sentences import PAIR_ROWS
+from fedrecon._src.recommend.config import TEXT_DEFAULT, NextWord, Reconstruct, Update
 from fedrecon._src.recommend.config import TextData as DataConfig
 
 pytestmark = pytest.mark.slow
@@ -48,6 +52,34 @@ def test_the_first_measure_is_taken_at_every_evaluation_and_all_after_the_last_r
         ["round", "recon", "recon-finetune"],
     ]
     assert list(results["yogi"]["evaluations"][-1]) == ["round", "plain", "oov-finetune", "full-finetune"]
+
+
+def test_personal_next_words_are_measured_beside_finetuning(data):
+    model = dataclasses.replace(TINY.model, head=10)
+    config = dataclasses.replace(TEXT_DEFAULT, data=TINY.data, model=model, sampling=TINY.sampling)
+    config = dataclasses.replace(config, rounds=2, evaluate_every=2)
+    people = run_job(Job("personal", "", config, method="personal", few=(2, 8)), data, 0)["people"]
+    assert {len(people[known]["rows"]) for known in ("2", "8")} == {5, 8}
+    assert people["2"]["rows"]["impersonal"] == people["8"]["rows"]["impersonal"]
+    assert people["8"]["rows"][text_people.ONCE] != people["8"]["rows"]["impersonal"]
+    assert people["8"]["known"] == 8
+
+
+def test_finetuning_rows_of_tables_is_finetuning_of_whole_tables(data):
+    sentences = data.examples("valid", 25, 7)
+    model = fr.models.next_word(25, 7, embedding=4, hidden=5, projection=3, local="nothing", pair_rows=PAIR_ROWS)
+    batch = {name: sentences.columns[name][:4] for name in text_people.INPUTS}
+    params = model.init_global(jax.random.key(0))
+
+    def loss(params):
+        values, weights = model.loss(model.predict(params, {}, batch), batch)
+        return (values * weights).sum() / weights.sum()
+
+    gradient = jax.grad(loss)(params)
+    scale = 0.5 * min(1.0, 1 / float(optax.tree.norm(gradient)))
+    expected = jax.tree.map(lambda leaf, slope: leaf - scale * slope, params, gradient)
+    stepped = text_people.Finetuner(model, 25, 4).step(params, batch, 0.5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), stepped, expected)
 
 
 def test_all_measures_are_on_the_same_examples_of_all_unseen_clients(results, data):
