@@ -382,8 +382,8 @@ def _draw(tuned: Tuned, path: Path) -> None:
     figure = Figure(figsize=(3 * columns, 5.5), layout="constrained")
     figure.suptitle(f"{goal.title} on validation users; hollow: stopped early")
     faces = ["tab:blue" if trial.finished else "none" for trial in done]
-    for place, (name, space) in enumerate(spaces.items(), 1):
-        axes = figure.add_subplot(2, columns, place)
+    for panel, (name, space) in enumerate(spaces.items(), 1):
+        axes = figure.add_subplot(2, columns, panel)
         axes.set(xlabel=name.replace("_", "-"), xscale="log" if isinstance(space, list) else "linear")
         axes.grid(alpha=0.25)
         points = [float(trial.values[name]) for trial in done], [trial.value for trial in done]

@@ -111,17 +111,17 @@ def check_client_name(value: str | int) -> str:
 def parse_posts(
     records: Generator[tuple[str, Any]], parse: Callable[[Any], Post | None], errors: RowErrors, unit: str = "posts"
 ) -> Iterator[Post]:
-    """Parse records, each of which comes with its place; None is a record that is left out."""
+    """Parse records, each of which comes with its location; None is a record that is left out."""
     with closing(records):  # at once, also after an error: it may show its progress
-        for place, record in records:
+        for location, record in records:
             try:
                 post = parse(record)
             except ValidationError as error:
-                errors.add(place, explain_validation(error))
+                errors.add(location, explain_validation(error))
             except KeyError as error:
-                errors.add(place, f"no {error}")
+                errors.add(location, f"no {error}")
             except (ValueError, OverflowError, RecursionError, ElementTree.ParseError) as error:
-                errors.add(place, error)
+                errors.add(location, error)
             else:
                 if post is not None:
                     if not post.sentences:

@@ -308,7 +308,8 @@ class DeviceApi(Service):
         """Return whether a report is there already; refuse it if its round is not open, or after enough reports."""
         with self._changed:
             current = self._round
-            if any(known and known.number == number and owner in known.owners for known in (current, self._closed)):
+            rounds = (current, self._closed)
+            if any(task and task.number == number and owner in task.owners for task in rounds):
                 return True
             if current is None and number >= self.done:  # after a restart, or while the helper is asked
                 raise _not_open()

@@ -95,7 +95,7 @@ def measure_model(
     part: str,
     *,
     trained: bool = True,
-    place: Layout | None = None,
+    layout: Layout | None = None,
     progress: Progress = silent,
 ) -> tuple[Evaluation, Table, word_evaluation.PersonalResults | None]:
     """Measure a model and baselines on users, and for text what people get from it.
@@ -107,11 +107,11 @@ def measure_model(
       part: which of them are measured: valid or test.
       trained: whether `users` has the training users. Baselines that are made of these are exact sums, so those of a
         private run know only what it released.
-      place: on which JAX devices and in what blocks clients run.
+      layout: on which JAX devices and in what blocks clients run.
       progress: a progress display.
     """
     task, clients = saved.task, getattr(users, part)
-    evaluator = make_evaluator(config, saved.algorithm, users, place, part)
+    evaluator = make_evaluator(config, saved.algorithm, users, layout, part)
     if evaluator is None:
         raise ValueError(f"there are no {task.people} to evaluate on")
     evaluation = evaluator(saved.params, progress=progress)

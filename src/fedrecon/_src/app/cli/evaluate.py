@@ -76,9 +76,9 @@ def run(args: Evaluate) -> int:
     if not len(getattr(users, part)):
         advice = f"{say_how_to_test_more(config)} To evaluate on others, give their data with --{task.name} FILE."
         raise ValueError(f"the run in {args.run} has no {part} {task.people}. {advice}")
-    place = build_layout(config, model.algorithm.model)
+    layout = build_layout(config, model.algorithm.model)
     evaluation, table, personal = measure_model(
-        config, model, users, part, trained=file is None, place=place, progress=bars
+        config, model, users, part, trained=file is None, layout=layout, progress=bars
     )
     failed = evaluation_failed(evaluation, task.people)
     if args.json:

@@ -303,7 +303,7 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
           population: in a private run, compute the noise for these, and let the sums have as much of it as theirs;
             None for those who train.
         """
-        state, releases = _ask(config, users.train, len(items), population)
+        state, releases = _run_round_zero(config, users.train, len(items), population)
         counts = None if state.bounds is None else state.visible_counts
         config, items = apply_estimate(config, items, state.estimate, counts)
         users = Users(*(self.view(config, part) for part in users))
@@ -426,7 +426,7 @@ def _round_end(end: float, seen: float) -> float:
     return float(seen) if abs(seen - end) <= SAME * max(1.0, abs(end)) and float(np.float32(seen)) == seen else single
 
 
-def _ask(
+def _run_round_zero(
     config: RatingsConfig, clients: Clients, num_items: int, population: Population | None
 ) -> tuple[State, tuple[Release, ...]]:
     """Run round zero, in a private run with noise."""
