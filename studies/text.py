@@ -294,5 +294,7 @@ def make_figures(
     )
 
 
-STUDY = make_study(Scale(TWO_CORES, TWO_CORES_FINETUNE, TWO_CORES_GRIDS, variants=SIZES[:1], known=KNOWN[:3]))
+STUDY = make_study(
+    Scale(TWO_CORES, TWO_CORES_FINETUNE, TWO_CORES_GRIDS, variants=SIZES[:1], personal=500, known=KNOWN[:3])
+)
 PAPER_STUDY = make_study(Scale(PAPER, PAPER_FINETUNE, PAPER_GRIDS))
