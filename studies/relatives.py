@@ -44,7 +44,7 @@ from studies.study import (
 )
 
 RATES = {  # every method is trained with each, and the best on validation clients is measured
-    "ratings": (0.01, 0.03, 0.1, 0.3),
+    "ratings": (0.03, 0.1, 0.3),
     "blogs": (0.3, 1.0, 3.0),
     "tweets": (0.3, 1.0, 3.0),
     "classes": (0.3, 1.0, 3.0),

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from fedrecon._src.data.columns import MissingColumnsError
-from fedrecon._src.recommend.rating_model import _say_scale
 from fedrecon._src.recommend.settings import Scale
+from fedrecon._src.recommend.tasks.ratings import _say_scale
 from fedrecon.data import DataError, load_ratings
 
 

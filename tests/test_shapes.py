@@ -74,7 +74,7 @@ def test_arrays_have_the_shapes_that_annotations_say(calls):
     )
     one_round(algorithm, clients_of(*ratings), valid=clients_of(*ratings))
     expected = {"read_rows", "change_rows", "merge_repeats", "solve_positive", "_filled", "mask", "broadcast_clients"}
-    assert calls >= expected | {"norms", "client_keys", "measure", "measure_all", "weigh_clients"}
+    assert calls >= expected | {"norms", "client_keys", "measure", "measure_all"}
 
 
 def test_a_wrong_shape_is_noticed():

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Num
 
 from fedrecon._src.core.checks import check_choice, check_number, check_numbers
 from fedrecon._src.core.factories import register_factory
@@ -24,7 +24,8 @@ from fedrecon._src.core.pytrees import by_pattern
 from fedrecon._src.core.upload import DELTA, Parts, RowChanges, Summand, Total, leave_out, map_values, values_of
 from fedrecon._src.server.aggregator import Aggregator, Report, chain, stateless
 
-WeightFunction = Callable[[Array, Array], Array]  # (examples, sums), both clients first, -> weights
+# (examples, sums of metrics) -> weights
+WeightFunction = Callable[[Num[Array, " clients"], Float[Array, "clients metrics 2"]], Num[Array, " clients"]]
 Weigh = Literal["examples", "sqrt-examples", "uniform"] | WeightFunction
 WEIGHTS: dict[str, WeightFunction] = {
     "examples": lambda examples, sums: examples,
