@@ -1,6 +1,8 @@
 import dataclasses
 import functools
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -247,6 +249,18 @@ def test_each_client_gets_its_own_result(block, devices):
     function = compile_each(lambda shared, part: part["x"] * shared + part["y"], fr.layout(block, devices))
     x, y = np.arange(24.0).reshape(12, 2), np.ones((12, 2))
     np.testing.assert_allclose(function(jnp.float32(3), {"x": x, "y": y}), 3 * x + 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "fr.optimizers.with_prior(optax.sgd(0.1), 1.0, examples=10)",
+        "fr.aggregators.secure(1.0, clients=9, noise=fr.aggregators.ClientNoise(1.0, 5.0, least=3))",
+    ],
+)
+def test_parts_of_an_algorithm_are_made_before_devices_are_started(make):
+    program = f"import fedrecon as fr, optax, jax; {make}; fr.start_jax_devices(3); assert jax.device_count() == 3"
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"})
 
 
 def test_loops_stay_as_they_are_where_products_are_large(monkeypatch):

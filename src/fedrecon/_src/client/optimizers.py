@@ -169,8 +169,8 @@ def with_prior(
 
     if around_start or any(map(callable, strengths)):
         return optax.chain(optax.GradientTransformation(init, update), optimizer)
-    start = PriorState(jnp.int32(0))
-    return optax.chain(optax.stateless(lambda updates, params: update(updates, start, params)[0]), optimizer)
+    add = optax.stateless(lambda updates, params: update(updates, PriorState(jnp.int32(0)), params)[0])
+    return optax.chain(add, optimizer)
 
 
 def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> optax.GradientTransformation:

@@ -130,8 +130,8 @@ def secure(
 
         share(1)  # bad settings are reported here, not in the first round
         stages = [] if noise.scales is None else [rescale(noise.scales)]
-        weights_of, limit = weigher(weigh or "uniform"), jnp.float32(clip_norm * (1 - MARGIN))
-        clipped = stateless(lambda summand: weigh_and_clip(summand, weights_of, limit)[0])
+        weights_of, limit = weigher(weigh or "uniform"), clip_norm * (1 - MARGIN)
+        clipped = stateless(lambda summand: weigh_and_clip(summand, weights_of, jnp.float32(limit))[0])
         noised = _noised_integers(share, noise.per_round, noise.simulated)._replace(ring=ring)
         return chain(finite(), *stages, clipped, noised)
     check_numbers({"max_weight": max_weight, "max_metric": max_metric}, above=True)
