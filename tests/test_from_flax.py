@@ -123,6 +123,13 @@ def test_a_linen_module_without_an_example_is_named():
         fr.models.from_flax(LinenNet(), local="head", **CLASSES)
 
 
+def test_an_example_of_large_clients_reads_only_its_first_rows():
+    large = {"x": np.broadcast_to(np.float32(0), (2**40, 3)), "y": np.broadcast_to(np.int32(0), 2**40)}
+    clients = fr.Clients(large, np.array([0]), np.array([4]))
+    model = fr.models.from_flax(LinenNet(), local="head/*", example=clients, **CLASSES)
+    assert {"head/kernel", "head/bias"} < set(model.init_local(KEY))
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="`module` must be a Flax module"):
         fr.models.from_flax(3, local="head", **CLASSES)

@@ -228,7 +228,7 @@ def as_batch(example: Batch | Clients) -> Batch:
     """
     columns: Mapping[str, Any] = example.columns if isinstance(example, Clients) else example
     count = 2 if isinstance(example, Clients) else None
-    return {name: jnp.asarray(x)[:count] for name, x in columns.items() if np.asarray(x).dtype.kind in "biuf"}
+    return {name: jnp.asarray(x[:count]) for name, x in columns.items() if np.asarray(x).dtype.kind in "biuf"}
 
 
 def mode_arguments(call: Callable[..., Any], mode: Mode) -> dict[str, Any]:
