@@ -110,6 +110,12 @@ def test_a_table_of_millions_of_rows_is_packed_by_the_rows_in_use():
     assert found.slots["item"].tolist() == [[0, 1, 0], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("support_rows", [False, True])
+def test_nobody_is_packed_as_arrays_without_clients(support_rows):
+    found = pack(lookup_clients([5, 8]), np.zeros(0, np.int64), support_rows=support_rows)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(found)} == {0}
+
+
 def test_one_packer_packs_one_cohort_after_another_without_mixing_them_up():
     clients = lookup_clients([5, 8, 3, 6])
     packer = Packer(clients, Needs(fr.split.half(), groups=GROUPS))

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -211,6 +212,16 @@ def test_callbacks_get_every_round_every_evaluation_and_the_result():
     assert recorder.rounds == of_kind(result.history, "round")
     assert recorder.evaluations == of_kind(result.history, "evaluation")
     assert recorder.runs == [result]
+
+
+def test_the_first_parameters_are_not_kept_while_others_are_trained():
+    class Count(fr.Callback):
+        def after_round(self, record):
+            copies.append(sum(array.shape == (ITEMS, 2) for array in jax.live_arrays()) - before)
+
+    before, copies = sum(array.shape == (ITEMS, 2) for array in jax.live_arrays()), []
+    run(recon_with(None, optax.sgd(1.0)), rounds=2, valid=None, callbacks=[Count()])
+    assert copies == [1, 1]
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ class Packer:
         capacity = row_capacity(of_client.shape[1], table_rows)
         rows, num_rows, slot = self._number(of_client[is_id], is_id.sum(1), table_rows, capacity)
         cohort.rows[group], cohort.num_rows[group] = rows, num_rows
-        ends_of_sides = np.cumsum([padded[0].size for padded in ids])[:-1]
+        ends_of_sides = np.cumsum([math.prod(padded.shape[1:]) for padded in ids])[:-1]
         ends_of_features = np.cumsum([_ids_last(cohort.query.columns[f]).shape[2] for f in features])[:-1]
         for (side, slots), padded, part in zip(
             sides, ids, np.split(_spread(slot, is_id), ends_of_sides, axis=1), strict=True

@@ -461,7 +461,7 @@ class _Stopper:
         if settings is not None and jax.tree.leaves(loop.now.client_state):
             raise ValueError("`early_stopping` restores global parameters only: it needs clients that keep no state")
         self.settings, self.rounds = settings, () if settings is None else settings.rounds
-        self.best = _Best(-1, (np.inf, np.inf), loop.params())  # before any evaluation
+        self.best = _Best(-1, (np.inf, np.inf), None if settings is None else loop.params())  # before any evaluation
         fallback = None if settings is None else settings.fallback
         self.fallback = None if fallback is None else _convert_fallback(fallback, loop.params())
         self.worse = self._judged = 0
