@@ -18,6 +18,7 @@ from fedrecon._src.deploy import admission, tasks
 from fedrecon._src.deploy.admission import FIELDS, AdmissionError, Verifier, public_bytes, sign_request
 from fedrecon._src.deploy.http_server import Limits
 from fedrecon._src.deploy.messages import Envelope
+from fedrecon._src.deploy.registry import NodeRegistry, Pace
 from fedrecon._src.deploy.tasks import Api, TaskBoard
 from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.recommend.config import Data, Reconstruct
@@ -194,6 +195,15 @@ def test_a_report_is_forgotten_in_the_next_round(server, monkeypatch):
     server.task(number=4)
     assert len(server.board._entries) == 2
     assert refusal(server.call("PUT", path_of(task), b"answer")) == (410, "expired")
+
+
+def test_nodes_that_connect_one_after_the_other_share_one_copy_of_the_plan(server):
+    registry = NodeRegistry(PLAN, Channel(server.board, server.board), Pace(), "run", print)
+    for key in (NORTH, SOUTH):
+        server.board.number_of(public_bytes(key))
+        registry.update()
+    first, second = (entry.data for entry in server.board._entries.values())
+    assert first is second
 
 
 def test_nodes_are_connected_while_they_wait_work_or_were_heard_a_moment_ago(monkeypatch):

@@ -76,6 +76,7 @@ class NodeRegistry:
         self.over_gateways = False  # whether those who joined are gateways, each with the plan's least number of nodes
         self.joined: dict[int, int | None] = {}  # with their numbers in the plan's list, if it has one
         self.missed: dict[int, tuple[int, int]] = {}  # by node: deadlines missed in a row, not invited before round
+        self._invitation: tuple[Envelope | None, bytes] = (None, b"")  # and as bytes, one copy for all nodes
         self._invitations: dict[Any, int] = {}  # nodes by ticket
         self._invited_at: dict[int, float] = {}
         self._refusals: dict[int, str] = {}
@@ -97,11 +98,12 @@ class NodeRegistry:
         self.joined = {node: number for node, number in self.joined.items() if node in connected}
         body = self.plan.content + self.round_zero
         invitation = self.message("join", self.done, body, result_bytes=len(self.round_zero))
-        content = pack(invitation)
+        if invitation != self._invitation[0]:
+            self._invitation = (invitation, pack(invitation))
         for node in sorted(connected - set(self.joined)):
             if now - self._invited_at.get(node, -math.inf) >= RETRY_SECONDS:
                 self._invited_at[node] = now
-                self._invitations[grid.send(node, content, 10 * RETRY_SECONDS, self.done)] = node
+                self._invitations[grid.send(node, self._invitation[1], 10 * RETRY_SECONDS, self.done)] = node
         for ticket, reply in grid.poll(list(self._invitations)).items():
             node = self._invitations.pop(ticket)
             try:
