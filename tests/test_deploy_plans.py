@@ -295,6 +295,12 @@ def test_a_server_cannot_invent_a_node(files, signing_keys, tmp_path):
         assert "has not signed its keys" in reply.facts["why"]
 
 
+def test_a_node_without_a_key_is_in_no_list(signing_keys):
+    plan = plan_of(SIGNED, secure=True, least_nodes=2, nodes=(*lines_of(signing_keys[:3]), ""))
+    with pytest.raises(ValueError, match="not among them"):
+        admission.number_in_plan(plan, None, None)
+
+
 def test_a_node_accepts_no_list_with_strangers_and_none_without_itself(files, signing_keys):
     plan = plan_of(SIGNED, secure=True, least_nodes=2, nodes=lines_of(signing_keys[:3]))
     join = pack(Envelope("join", plan.digest, "run", 0, {}, plan.content))

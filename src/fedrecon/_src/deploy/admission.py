@@ -70,7 +70,7 @@ class RefusalError(ValueError):
 
 
 class AdmissionError(RefusalError):
-    """A request whose token or signature admits nobody: `no-token`, `bad-token`, or one of `PROBLEMS`."""
+    """A request that is not admitted: `no-token`, `bad-token`, `expired-token`, or one of `PROBLEMS`."""
 
 
 def issue_token(secret: bytes, device: str, seconds: float = 30 * 86_400) -> str:
@@ -230,7 +230,7 @@ def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int
     strangers = set() if trusted is None else set(listed) - set(map(_without_comment, trusted))
     check_rules({f"the plan lists {len(strangers)} nodes that this node's owner does not know": not strangers})
     public = "" if key is None else _public_line(key)
-    check_rules({"the plan lists the keys of its nodes, and this node's is not among them": public in listed})
+    check_rules({"the plan lists the keys of its nodes, and this node's is not among them": key and public in listed})
     return listed.index(public)
 
 
