@@ -41,6 +41,11 @@ def test_data_frames_of_all_kinds_become_the_same_clients(frame):
         fr.Clients.from_dataframe(frame, client="who", columns=[])
 
 
+def test_one_column_is_no_data_frame():
+    with pytest.raises(ValueError, match=r"`frame` must be a data frame .*got Series"):
+        fr.Clients.from_dataframe(frames()[0]["item"])
+
+
 def test_items_that_are_text_must_be_numbered_and_the_error_says_how():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"user": [1, 1, 2, 2], "item": list("xyxz"), "rating": [1.0, 2.0, 3.0, 4.0]})

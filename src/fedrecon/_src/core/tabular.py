@@ -22,7 +22,7 @@ def to_arrow(frame: Any) -> pa.Table:
         if hasattr(frame, "iloc"):
             return pa.Table.from_pandas(frame, preserve_index=False)
         return frame if isinstance(frame, pa.Table) else pa.table(dict(frame))
-    except (pa.ArrowException, ValueError, TypeError) as problem:
+    except (pa.ArrowException, AttributeError, ValueError, TypeError) as problem:
         raise ValueError(
             "`frame` must be a data frame of pandas, polars (of a lazy one, pass frame.collect()) or pyarrow "
             f"(got {type(frame).__name__}: {problem})"
