@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrecon as fr
+from fedrecon._src.app.cli import train
 from fedrecon._src.core.cohort import ABSENT
 from fedrecon._src.recommend.config import RatingsConfig, TextConfig
 from fedrecon._src.simulation import multihost
@@ -269,6 +270,14 @@ def test_loops_stay_as_they_are_where_products_are_large(monkeypatch):
     assert os.environ["XLA_FLAGS"] == ""
     fr.start_jax_devices(1, small_loops=RatingsConfig.small_loops)
     assert "small_while_loop" in os.environ["XLA_FLAGS"]
+
+
+@pytest.mark.parametrize("config", [TextConfig(), RatingsConfig()])
+def test_several_processes_compile_loops_as_one_does(config, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: None)
+    train.start_processes(train.Train(settings=config, processes=train.Processes(processes=2)))
+    assert ("small_while_loop" in os.environ["XLA_FLAGS"]) == config.small_loops
 
 
 @pytest.mark.parametrize("given", ["", "--xla_foo=1", "--xla_backend_extra_options=own=1"])

@@ -87,6 +87,7 @@ def start_hosts(
     *,
     jax_devices: int | None = None,
     timeout: int = TIMEOUT,
+    small_loops: bool = True,
 ) -> None:
     """Run one simulation in several processes, on one host or on many, with `jax.distributed`.
 
@@ -102,6 +103,7 @@ def start_hosts(
       process: the number of this one, from 0.
       jax_devices: how many devices on its CPU each process has; None for one per core.
       timeout: seconds after which a process that has not connected, or no longer answers, counts as dead.
+      small_loops: as for `start_jax_devices`.
 
     Raises:
       HostError: a `ValueError`; the processes could not connect, or JAX has been used before.
@@ -112,7 +114,7 @@ def start_hosts(
     """
     if jax.distributed.is_initialized():
         raise HostError("`start_hosts` was already called in this process")
-    start_jax_devices(jax_devices)
+    start_jax_devices(jax_devices, small_loops=small_loops)
     jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from ending a process
     names = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
     timeouts: dict[str, Any] = dict.fromkeys(names, timeout)

@@ -131,8 +131,8 @@ def start_processes(args: Train) -> None:
 
     if args.distributed is None and not args.processes.given:
         return
-    of = args.processes
-    start_hosts(of.coordinator, of.processes, of.process_id, jax_devices=args.settings.jax_devices, timeout=of.timeout)
+    of, devices, small = args.processes, args.settings.jax_devices, args.settings.small_loops
+    start_hosts(of.coordinator, of.processes, of.process_id, jax_devices=devices, timeout=of.timeout, small_loops=small)
     if not is_first_process():
         warnings.simplefilter("ignore")  # the first process has the same, and says so
 
