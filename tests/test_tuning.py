@@ -163,3 +163,13 @@ def test_tuning_touches_no_folder_of_somebody_else_and_no_earlier_tuning(tuned, 
         assert {name: after[name] for name in before if name != ".lock"} == {
             name: content for name, content in before.items() if name != ".lock"
         }
+
+
+def test_clicks_are_tuned_from_the_dimensions_that_training_finds(tmp_path, capsys):
+    rows = [f"{u},{(u + k) % 12}" for u in range(40) for k in range(5)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["user,item", *rows]) + "\n")
+    options = ["--trials", "1", "--rounds", "2", "--jax-devices", "1", "--out", str(tmp_path / "tuned")]
+    assert main(["tune", str(tmp_path / "clicks.csv"), *options]) == 0
+    (trial,) = json.loads((tmp_path / "tuned" / "trials.json").read_text())
+    assert trial["values"]["model.dim"] == 12  # as many as there are items
+    assert "read with --task clicks" in capsys.readouterr().err

@@ -192,7 +192,8 @@ def tune(
         ready = bench.prepare(config)
         for remark in ready.remarks:
             say(remark)
-        tried, interrupted = _search(optuna, bench, trials, say)
+        first = {path: get_setting(ready.config, path) for path in SPACES[config.task]}  # some are found in the data
+        tried, interrupted = _search(optuna, bench, first, trials, say)
         baselines = task.baselines(config, ready.legend, ready.users.train, ready.users.valid)
         best = change_settings(config, _best(tried, task.goal).values)
         tuned = Tuned(best, tuple(tried), baselines, interrupted, _called(config))
@@ -201,14 +202,15 @@ def tune(
     return tuned
 
 
-def _search(optuna: Any, bench: _Bench, trials: int | None, say: Say) -> tuple[list[Trial], bool]:
+def _search(
+    optuna: Any, bench: _Bench, first: Mapping[str, Any], trials: int | None, say: Say
+) -> tuple[list[Trial], bool]:
     """Try settings until the time is over, the given ones first; also say whether it was interrupted before that."""
     config, goal, spaces = bench.config, task_of(bench.config).goal, SPACES[bench.config.task]
     study = optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=6),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    first = {path: get_setting(config, path) for path in spaces}
     study.enqueue_trial({path: _within(spaces[path], value) for path, value in first.items()})
     ranges = {path: _distribution(optuna.distributions, space) for path, space in spaces.items()}
     tried: list[Trial] = []
