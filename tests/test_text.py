@@ -261,6 +261,8 @@ def test_the_spelling_of_words_that_are_not_kept_is_stored_unless_they_are_too_m
     assert corpus_of("given", words=("y", "q")).other_words == ("x", "z", "é")
     sentences = corpus_of("spelled", kept_words=2).in_words_of(fr.data.Vocabulary(("x",), 2), "test", spelled=True)
     assert sorted(sentences.other_words) == ["y", "z"]
+    written = counted.in_words_of(fr.data.Vocabulary(("x",), 2), "test", folder=tmp_path / "written", spelled=True)
+    assert "other" not in written.columns  # only in memory
     monkeypatch.setattr("fedrecon._src.data.corpus_writer.MOST_SPELLED", 3)
     assert corpus_of("many", kept_words=1).other_words == ()
 

@@ -220,7 +220,7 @@ class Corpus:
         chosen = self.split(clients) if isinstance(clients, str) else clients
         check_number("max_words", max_words, least=1)
         fields: dict[str, Any] = {"words": np.array(vocabulary.words), "buckets": vocabulary.buckets}
-        encode = _encoder(self, chosen, vocabulary, max_words, spelled)
+        encode = _encoder(self, chosen, vocabulary, max_words, spelled and folder is None)
         if folder is not None:
             with progress("writing examples of clients", len(chosen)) as advance:
                 return Sentences.from_generator(folder, _iterate_clients(chosen, encode, advance), **fields)
