@@ -219,7 +219,9 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path, capsys):
     write_ratings(ratings, seed=1)
     capsys.readouterr()
     assert main([*command, "--resume", str(tmp_path / "run")]) == 1
-    assert "is no longer what the run" in said(capsys)
+    message = said(capsys)
+    assert "is no longer what the run" in message
+    assert "--overwrite" in message
     assert main(["evaluate", str(tmp_path / "run")]) == 1
     assert "is no longer what the run" in said(capsys)
     assert main([*command, "--overwrite"]) == 0

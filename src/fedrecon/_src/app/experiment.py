@@ -136,7 +136,7 @@ def rounded_counts(config: Config, counts: Mapping[str, Any]) -> dict[str, Any]:
 def check_fingerprint(run: Path, source: str, before: str, now: str, error: type[ValueError] = StorageError) -> None:
     """Check that the data is the same as when a run began."""
     if now != before:
-        advice = "restore the data, or train again"
+        advice = "restore the data, or train again with --overwrite"
         changed = f"{source} is no longer what the run in {run} was trained on"
         raise error(f"{changed} (fingerprint {now}, was {before}); {advice}")
 

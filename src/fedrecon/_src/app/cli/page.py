@@ -56,7 +56,7 @@ def run(args: Page) -> int:
             needs_onnx = saved.task.page_needs_onnx
             if needs_onnx and args.onnxruntime_web is None:
                 advice = "then give --onnxruntime-web node_modules/onnxruntime-web/dist"
-                raise options.UsageError(f"a page of text needs it: npm install onnxruntime-web, {advice}")
+                raise options.UsageError(f"a page of text needs onnxruntime-web: npm install it, {advice}")
             runtime = args.onnxruntime_web
             folder = bundle_model(saved, Path(scratch) / "bundle", onnxruntime_web=runtime, onnx=needs_onnx)
         try:
