@@ -165,11 +165,12 @@ def test_tuning_touches_no_folder_of_somebody_else_and_no_earlier_tuning(tuned, 
         }
 
 
-def test_clicks_are_tuned_from_the_dimensions_that_training_finds(tmp_path, capsys):
+@pytest.mark.parametrize("private", [[], ["--privacy.epsilon", "9", "--privacy.clip-norm", "1"]])
+def test_clicks_are_tuned_from_the_dimensions_that_training_finds(private, tmp_path, capsys):
     rows = [f"{u},{(u + k) % 12}" for u in range(40) for k in range(5)]
     (tmp_path / "clicks.csv").write_text("\n".join(["user,item", *rows]) + "\n")
     options = ["--trials", "1", "--rounds", "2", "--jax-devices", "1", "--out", str(tmp_path / "tuned")]
-    assert main(["tune", str(tmp_path / "clicks.csv"), *options]) == 0
+    assert main(["tune", str(tmp_path / "clicks.csv"), *options, *private]) == 0
     (trial,) = json.loads((tmp_path / "tuned" / "trials.json").read_text())
     assert trial["values"]["model.dim"] == 12  # as many as there are items
     assert "read with --task clicks" in capsys.readouterr().err

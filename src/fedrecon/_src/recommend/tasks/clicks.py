@@ -175,6 +175,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         users = Users(*(self.view(config, part) for part in users))
         if config.privacy.on:
             items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
+            config = change_settings(config, {"model.dim": dim_of(config.model, len(items))})
             model = self.build_model(config, items)
             return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
         dim = config.model.dim
