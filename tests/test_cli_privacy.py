@@ -115,7 +115,7 @@ def test_private_runs_without_a_guarantee_are_refused_before_anything_is_written
             "--aggregate.secure is for simulations; here it is --secure",
         ),
         (["--secure"], "`least_nodes`"),
-        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "set `least_users` to 1"),
+        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "`least_users`: must be 1"),
     ],
 )
 def test_plans_that_could_promise_nothing_are_refused_before_anything_is_written(options, message, tmp_path, capsys):
