@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,11 +40,9 @@ from fedrecon.data import Sentences
 from studies.study import Block, Result, Results, Section, Table
 
 PEOPLE, CHOOSING = 40, 8  # drawn from the people who test and validate; all if there are fewer
-RATES, EPOCHS, EVERY = (
-    (0.1, 0.3, 1.0),
-    (1, 5),
-    (4, 16),
-)  # what is tried for finetuning, for each number of known sentences
+# What is tried for finetuning, from the places in `FIRST` on to neighbours while they are better.
+RATES, EPOCHS, EVERY = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1, 2, 5, 10, 20), (1, 2, 4, 8, 16)
+FIRST = ((3, 2), (3, 2))
 CLIP_NORM = 1.0
 RESAMPLES = 2000
 ONCE, GOING_ON, OOV = "everything finetuned", "everything finetuned, going on", "the paper's local part"
@@ -72,22 +69,19 @@ class Finetuning(NamedTuple):
 class Finetuner:
     """SGD with clipped gradients on all parameters of a model, or on some, compiled once for all people."""
 
-    def __init__(self, model: fr.Model, vocabulary: int, most: int):
-        """Compile for a model without local parameters, and for people of whom at most so many sentences are known."""
-        self._most = most
-        self._compiled = jax.jit(functools.partial(_descend, model), static_argnames="which")
+    def __init__(self, model: fr.Model, vocabulary: int):
+        """Compile for a model without local parameters."""
+        # Without donation every step copies all tables, which takes longer than the step.
+        self._step = jax.jit(functools.partial(_step, model), static_argnames="which", donate_argnums=0)
         self._hits = jax.jit(functools.partial(_count_hits, model, vocabulary))
 
     def descend(self, params: Any, columns: Columns, rate: float, epochs: int, which: str | None = None) -> Any:
         """Finetune on sentences, or only the parameters named by `which`."""
-        blocks = -(-len(columns["target"]) // SENTENCES_AT_ONCE)
-        most = -(-self._most // SENTENCES_AT_ONCE) if blocks > 1 else 1
-        padded = in_blocks(columns, SENTENCES_AT_ONCE, most)
-        return self._compiled(params, padded, blocks, blocks * epochs, rate, which=which)
-
-    def step(self, params: Any, block: Columns, rate: float) -> Any:
-        """Take one step on a block of sentences."""
-        return self._compiled(params, {name: column[None] for name, column in block.items()}, 1, 1, rate)
+        params = copy_params(params)
+        for _ in range(epochs):
+            for block in blocks_of(columns, SENTENCES_AT_ONCE):
+                params = self._step(params, block, rate, which=which)
+        return params
 
     def count_hits(self, params: Any, columns: Columns) -> int:
         """Count the words that are among three suggestions."""
@@ -95,21 +89,22 @@ class Finetuner:
 
     def count_going_on(self, params: Any, columns: Columns, rate: float, every: int) -> int:
         """Count them when every block of sentences is learned after it was predicted."""
-        hits = 0
+        hits, params = 0, copy_params(params)
         for block in blocks_of(columns, every):
             hits += int(self._hits(params, block))
-            params = self.step(params, block, rate)
+            params = self._step(params, block, rate)
         return hits
 
     def going_on(self, predict_with: Any, params: Any, rate: float, every: int) -> Predict:
         """Return predictions of a model that learns every block of sentences after it has predicted them."""
+        params = copy_params(params)
 
         def predict(columns: Columns) -> np.ndarray:
             nonlocal params
             probabilities = []
             for block in blocks_of({name: columns[name] for name in INPUTS}, every):
                 probabilities.append(predict_with(params)(block))
-                params = self.step(params, block, rate)
+                params = self._step(params, block, rate)
             return np.concatenate(probabilities)
 
         return predict
@@ -118,44 +113,43 @@ class Finetuner:
 INPUTS = ("word", "oov", "pair", "target")
 
 
-def _descend(
-    model: fr.Model, params: Any, columns: Any, blocks: Any, steps: Any, rate: Any, which: str | None = None
-) -> Any:
+def copy_params(params: Any) -> Any:
+    """Copy parameters that steps may overwrite."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def _step(model: fr.Model, params: Any, batch: Any, rate: Any, which: str | None = None) -> Any:
     lookups: Any = model.lookups  # the column that has the rows of each table
 
     def loss(params: Any, batch: Any) -> Array:
         values, weights = model.loss(model.predict(params, {}, batch), batch)
         return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1)
 
-    def step(t: Array, params: Any) -> Any:
-        batch = {name: column[t % blocks] for name, column in columns.items()}
-        if which is not None:
-            gradient = jax.grad(lambda part: loss({**params, which: part}, batch))(params[which])
-            return {**params, which: params[which] - clipped(gradient) * gradient}
-        # Of large tables, only the rows of the batch have a gradient.
-        rows = {name: jnp.unique(batch[name], size=batch[name].size, fill_value=-1) for name in set(lookups.values())}
-        small = {name: params[name][rows[column]] for name, column in lookups.items()}
-        places = {
-            name: jnp.searchsorted(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), batch[name])
-            for name, ids in rows.items()
-        }
-        gradient = jax.grad(loss)({**params, **small}, {**batch, **places})
-        scale = clipped(gradient)
-        new = {
-            name: jax.tree.map(lambda leaf, slope: leaf - scale * slope, params[name], gradient[name])
-            for name in params
-            if name not in small
-        }
-        tables = {
-            name: params[name].at[rows[column]].add(-scale * gradient[name], mode="drop", wrap_negative_indices=False)
-            for name, column in lookups.items()
-        }
-        return {**new, **tables}
-
     def clipped(gradient: Any) -> Array:
         return rate * jnp.minimum(1.0, CLIP_NORM / optax.tree.norm(gradient))
 
-    return jax.lax.fori_loop(0, steps, step, params)
+    if which is not None:
+        gradient = jax.grad(lambda part: loss({**params, which: part}, batch))(params[which])
+        return {**params, which: params[which] - clipped(gradient) * gradient}
+    # Of large tables, only the rows of the batch have a gradient.
+    rows = {name: jnp.unique(batch[name], size=batch[name].size, fill_value=-1) for name in set(lookups.values())}
+    small = {name: params[name][rows[column]] for name, column in lookups.items()}
+    places = {
+        name: jnp.searchsorted(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), batch[name])
+        for name, ids in rows.items()
+    }
+    gradient = jax.grad(loss)({**params, **small}, {**batch, **places})
+    scale = clipped(gradient)
+    new = {
+        name: jax.tree.map(lambda leaf, slope: leaf - scale * slope, params[name], gradient[name])
+        for name in params
+        if name not in small
+    }
+    tables = {
+        name: params[name].at[rows[column]].add(-scale * gradient[name], mode="drop", wrap_negative_indices=False)
+        for name, column in lookups.items()
+    }
+    return {**new, **tables}
 
 
 def _count_hits(model: fr.Model, vocabulary: int, params: Any, batch: Any) -> Array:
@@ -166,42 +160,48 @@ def _count_hits(model: fr.Model, vocabulary: int, params: Any, batch: Any) -> Ar
     return jnp.sum(suggested & (target > 0) & (target <= vocabulary))
 
 
-def in_blocks(columns: Columns, size: int, blocks: int) -> dict[str, np.ndarray]:
-    """Return columns as so many blocks of so many sentences, padded."""
-    short = size * blocks - len(columns["target"])
-    return {
-        name: np.pad(columns[name], [(0, short), (0, 0)]).reshape(blocks, size, -1)
-        for name in INPUTS
-        if name in columns
-    }
-
-
 def blocks_of(columns: Columns, size: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield blocks of sentences, the last one padded."""
-    padded = in_blocks(columns, size, -(-len(columns["target"]) // size))
-    for number in range(len(padded["target"])):
-        yield {name: column[number] for name, column in padded.items()}
+    for begin in range(0, len(columns["target"]), size):
+        short = max(0, begin + size - len(columns["target"]))
+        yield {
+            name: np.pad(columns[name][begin : begin + size], [(0, short), (0, 0)])
+            for name in INPUTS
+            if name in columns
+        }
 
 
 def choose_finetuning(finetuner: Finetuner, params: Any, people: Sequence[tuple[Columns, Columns]]) -> Finetuning:
     """Choose what brings most words among three suggestions on people's query: first once, then from there going on."""
 
-    def best(grid: Sequence[Any], count: Any) -> Any:
-        return max(grid, key=lambda point: sum(count(k, *point) for k in range(len(people))))
+    def count_once(rate: float, epochs: int) -> int:
+        descended = (finetuner.descend(params, known, rate, epochs) for known, _ in people)
+        return sum(finetuner.count_hits(new, query) for new, (_, query) in zip(descended, people, strict=True))
+
+    once = climb((RATES, EPOCHS), FIRST[0], count_once)
+    finetuned = [finetuner.descend(params, known, *once) for known, _ in people]
+
+    def count_later(rate: float, every: int) -> int:
+        pairs = zip(finetuned, people, strict=True)
+        return sum(finetuner.count_going_on(new, query, rate, every) for new, (_, query) in pairs)
+
+    return Finetuning(*once, *climb((RATES, EVERY), FIRST[1], count_later))
+
+
+def climb(grid: tuple[Sequence[Any], ...], place: tuple[int, ...], count: Callable[..., int]) -> tuple[Any, ...]:
+    """Go from a place in a grid to the best of its neighbours until none of them is better; return what is there."""
 
     @functools.cache
-    def known(k: int, rate: float, epochs: int) -> Any:
-        return finetuner.descend(params, people[k][0], rate, epochs)
+    def count_at(place: tuple[int, ...]) -> int:
+        return count(*(values[k] for values, k in zip(grid, place, strict=True)))
 
-    def count_once(k: int, rate: float, epochs: int) -> int:
-        return finetuner.count_hits(finetuner.descend(params, people[k][0], rate, epochs), people[k][1])
-
-    once = best([*itertools.product(RATES, EPOCHS)], count_once)
-    later = best(
-        [*itertools.product(RATES, EVERY)],
-        lambda k, rate, every: finetuner.count_going_on(known(k, *once), people[k][1], rate, every),
-    )
-    return Finetuning(*once, *later)
+    while True:
+        moves = [(axis, k) for axis in range(len(grid)) for k in (place[axis] - 1, place[axis] + 1)]
+        near = [(*place[:axis], k, *place[axis + 1 :]) for axis, k in moves if 0 <= k < len(grid[axis])]
+        best = max([place, *near], key=count_at)
+        if best == place:
+            return tuple(values[k] for values, k in zip(grid, place, strict=True))
+        place = best
 
 
 def sample_people(clients: Sentences, number: int, most: int) -> Sentences:
@@ -233,17 +233,14 @@ def measure_sample(
     )
     impersonal = replace(config.model, local="nothing")
     algorithm = build_algorithm(config, build_next_word(impersonal, unseen.vocabulary))
-    finetuner = Finetuner(algorithm.model, len(unseen.vocabulary), most)
+    finetuner = Finetuner(algorithm.model, len(unseen.vocabulary))
 
     def predict_with(params: Any) -> Predict:
         return model_predictions(algorithm, params, {})
 
     counted, anybody, results = CountedWords(train), predict_with(params), {}
-    split = fr.split.at_most(most, fr.split.half())
-    people = [(known, written) for known, written in split_people(valid, split) if len(written["target"])]
-    chosen = choose_finetuning(finetuner, params, people)
 
-    def models_of(support: Columns, *, all_rows: bool) -> Models:
+    def models_of(chosen: Finetuning, support: Columns, *, all_rows: bool) -> Models:
         once = finetuner.descend(params, support, chosen.rate, chosen.epochs)
         baselines: dict[str, Predict] = {
             ONCE: predict_with(once),
@@ -257,7 +254,9 @@ def measure_sample(
 
     for known in few:
         split = fr.split.at_most(known, fr.split.half())
-        models = functools.partial(models_of, all_rows=known == most)  # n-grams know nothing of the person
+        people = [(support, query) for support, query in split_people(valid, split) if len(query["target"])]
+        chosen = choose_finetuning(finetuner, params, people)
+        models = functools.partial(models_of, chosen, all_rows=known == most)  # n-grams know nothing of the person
         results[str(known)] = _measure(unseen, split, models, progress) | {"finetuning": chosen._asdict()}
     return results
 

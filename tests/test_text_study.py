@@ -78,8 +78,14 @@ def test_finetuning_rows_of_tables_is_finetuning_of_whole_tables(data):
     gradient = jax.grad(loss)(params)
     scale = 0.5 * min(1.0, 1 / float(optax.tree.norm(gradient)))
     expected = jax.tree.map(lambda leaf, slope: leaf - scale * slope, params, gradient)
-    stepped = text_people.Finetuner(model, 25, 4).step(params, batch, 0.5)
+    stepped = text_people.Finetuner(model, 25).descend(params, batch, 0.5, epochs=1)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), stepped, expected)
+
+
+def test_settings_are_chosen_by_going_to_better_neighbours():
+    counts = {(1, 1): 5, (1, 2): 6, (2, 2): 7, (3, 2): 7}
+    grid = ((1, 2, 3), (0, 1, 2))
+    assert text_people.climb(grid, (0, 1), lambda *point: counts.get(point, 0)) == (2, 2), "a tie is no reason to go on"
 
 
 def test_all_measures_are_on_the_same_examples_of_all_unseen_clients(results, data):

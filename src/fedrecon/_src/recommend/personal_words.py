@@ -132,23 +132,30 @@ class PersonalWords:
         """
         first_oov = self.vocabulary.first_oov
         ratio = (self.count + PRIOR) / (self.expected + PRIOR) if self._biased else np.ones(first_oov + 1)
-        in_vocabulary = probabilities[:, :first_oov] * ratio[:-1]
-        outside = probabilities[:, first_oov:].sum(1) * ratio[-1]
-        total = in_vocabulary.sum(1) + outside
-        uses = np.fromiter(self._uses.values(), in_vocabulary.dtype)
+        uses = np.fromiter(self._uses.values(), float)
         own_shares = (uses - DISCOUNT) / (uses.sum() + 1)
-        shares = np.concatenate([in_vocabulary, outside[:, None] * own_shares], 1) / total[:, None]
-        new = outside * (1 - own_shares.sum()) / total
+        shares = np.empty((len(probabilities), first_oov + len(uses)))
+        np.multiply(probabilities[:, :first_oov], ratio[:-1], out=shares[:, :first_oov])
+        outside = probabilities[:, first_oov:].sum(1) * ratio[-1]
+        scale = 1 / (shares[:, :first_oov].sum(1) + outside)
+        np.multiply(outside[:, None], own_shares, out=shares[:, first_oov:])
+        added: list[tuple[int, list[int], np.ndarray]] = []  # position, ids and what n-grams add to their shares
         for t, last in enumerate(inputs):
             before = inputs[t - 1] if t else -1
+            shorter = len(added)
             for context, weight in (((last,), BIGRAM_WEIGHT), ((before, last), TRIGRAM_WEIGHT)):
                 if followers := self._followers.get(context):
                     seen = followers.total()
-                    scale = (weight + DISCOUNT * len(followers)) / (seen + weight)
-                    shares[t] *= scale
-                    new[t] *= scale
+                    factor = (weight + DISCOUNT * len(followers)) / (seen + weight)
+                    scale[t] *= factor
+                    for _, _, more in added[shorter:]:
+                        more *= factor
                     counts = np.fromiter(followers.values(), float, len(followers))
-                    shares[t, list(followers)] += (counts - DISCOUNT) / (seen + weight)
+                    added.append((t, [*followers], (counts - DISCOUNT) / (seen + weight)))
+        shares *= scale[:, None]  # once for all: most of the time goes into reading and writing these
+        for t, ids, more in added:
+            shares[t, ids] += more
+        new = outside * (1 - own_shares.sum()) * scale
         return NextWords(shares, new)
 
     def suggest(self, probabilities: np.ndarray, words: Sequence[str], n: int, prefix: str = "") -> list[Suggestion]:

@@ -94,7 +94,6 @@ def measure_sentence(
     words = len(spelling.ids)
     first_own = words + 3
     hits = np.zeros(len(targets), bool)
-    ordered = predicted.shares[:, spelling.ids]
     for t, (number, word) in enumerate(targets):
         shares = predicted.shares[t]
         share = shares[number] if number >= 0 else 0.0
@@ -107,8 +106,8 @@ def measure_sentence(
             tally[TOP1] += share >= max(shares[1:].max(), predicted.new[t] * bucket[t]), 1
         needed = len(word)
         for typed in range(min(TYPED, len(word) - 1) + 1 if number >= 0 else 0):
-            low, high = spelling.range(word[:typed]) if typed else (0, words)
-            better = np.count_nonzero(ordered[t, low:high] > share)
+            candidates = shares[spelling.ids[slice(*spelling.range(word[:typed]))]] if typed else shares[1 : words + 1]
+            better = np.count_nonzero(candidates > share)
             better += sum(
                 own_words[k].startswith(word[:typed]) for k in np.flatnonzero(shares[first_own:] > share).tolist()
             )
