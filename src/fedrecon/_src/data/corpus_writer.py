@@ -18,12 +18,12 @@ from xml.etree import ElementTree
 import numpy as np
 from pydantic import ValidationError
 
-from fedrecon._src.core.checks import check_number, explain_validation
+from fedrecon._src.core.checks import check_numbers, explain_validation
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import Progress, listed_counts, silent
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data.corpus import FORMAT, MANIFEST, Corpus
 from fedrecon._src.data.sentences import word_hash
-from fedrecon._src.data.sources import DataError, RowErrors
+from fedrecon._src.data.sources import DataError, RowErrors, check_left
 from fedrecon._src.storage.arrays import ArrayFile
 from fedrecon._src.storage.atomic import StorageError, atomic_folder
 from fedrecon._src.storage.manifest import write_folder_manifest
@@ -87,8 +87,8 @@ class CorpusSettings:
         if shares is not None and (len(shares) != len(self.splits) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
             names = ", ".join(self.splits)
             raise ValueError(f"`fractions` must have one share for each of {names} and sum to 1 (got {shares}).")
-        for name in ("kept_words", "max_sentences", "words_in_memory"):
-            check_number(name, getattr(self, name), least=1)
+        sizes = {"kept_words": self.kept_words, "max_sentences": self.max_sentences}
+        check_numbers({**sizes, "words_in_memory": self.words_in_memory}, least=1)
 
 
 class Post(NamedTuple):
@@ -148,9 +148,7 @@ def prepare_corpus(
             for post in posts:
                 store.add(post)
             clients = sorted(store.sizes)
-            if not clients:
-                reasons = listed_counts(skipped)
-                raise DataError(f"{source} has no sentences{f' left after leaving out {reasons}' if reasons else ''}.")
+            check_left(len(clients), source, "sentences", skipped)
             split_of = _divide(clients, settings)
             if not (split_of == 0).any():
                 none = f"none of its {len(clients)} clients is in {settings.splits[0]}"

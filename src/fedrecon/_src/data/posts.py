@@ -32,6 +32,7 @@ from fedrecon._src.data.sources import (
     DataError,
     RowErrors,
     UnpackingError,
+    check_file,
     is_stream,
     make_once,
     open_bytes,
@@ -58,8 +59,7 @@ BLOCKS = frozenset("address blockquote br dd div dl dt h1 h2 h3 h4 h5 h6 hr li o
 
 def read_lines(path: str | Path, errors: RowErrors, progress: Progress) -> Generator[tuple[str, bytes]]:
     """Yield where each line is that is not blank, and its bytes; gzip is recognised by its content."""
-    if not Path(path).is_file():
-        raise DataError(f"{path} is not a file. Check the path.")
+    check_file(path, "posts, one per line")
     with (
         progress(f"reading {Path(path).name} (kB)", Path(path).stat().st_size >> 10) as advance,
         open_bytes(path, on_read=lambda done: advance(done >> 10)) as file,

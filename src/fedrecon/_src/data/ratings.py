@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrecon._src.core.checks import check_choice, check_rules
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.core.display import listed_counts, readable, say_left_out
+from fedrecon._src.core.display import readable, say_left_out
 from fedrecon._src.data.columns import (
     PARSE,
     Column,
@@ -21,7 +21,7 @@ from fedrecon._src.data.columns import (
     describe_columns,
     find_columns,
 )
-from fedrecon._src.data.sources import BadRows, DataError, RowErrors
+from fedrecon._src.data.sources import BadRows, DataError, RowErrors, check_left
 from fedrecon._src.data.tables import Batch, Table, TextOptions, open_table
 
 Duplicates = Literal["last", "first", "mean", "sum", "error"]
@@ -384,9 +384,7 @@ def collect_ratings(
     sizes = np.bincount(columns["user"], minlength=len(rows.users))
     leave_out("users_below_minimum", (sizes < min_ratings)[columns["user"]])
     skipped["users_below_minimum"] = int(((sizes > 0) & (sizes < min_ratings)).sum())
-    if not len(columns["rating"]):
-        reasons = listed_counts(skipped)
-        raise DataError(f"{source} has no ratings{f' left after leaving out {reasons}' if reasons else ''}.")
+    check_left(len(columns["rating"]), source, "ratings", skipped)
     if item_ids is None:
         columns["item"], items = _drop_unused(columns["item"], items)
     user, users = _drop_unused(columns.pop("user"), rows.users)

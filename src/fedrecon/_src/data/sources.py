@@ -14,7 +14,7 @@ import os
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from fedrecon._src.core.checks import check_choice
+from fedrecon._src.core.display import listed_counts
 from fedrecon._src.storage.atomic import write_errors
 from fedrecon._src.storage.ownership import file_lock
 
@@ -93,6 +94,19 @@ def is_stream(path: str | Path) -> bool:
 def is_readable(path: str | Path) -> bool:
     """Tell whether this is a file, a pipe or standard input."""
     return is_stream(path) or Path(path).is_file()
+
+
+def check_file(path: str | Path, expected: str) -> None:
+    """Raise `DataError` unless this is a file."""
+    if not Path(path).is_file():
+        raise DataError(f"{path} is not a file; expected {expected}. Check the path.")
+
+
+def check_left(count: int, source: str, unit: str, skipped: Mapping[str, int]) -> None:
+    """Raise `DataError` if a source has nothing left after all that was skipped."""
+    if not count:
+        reasons = listed_counts(skipped)
+        raise DataError(f"{source} has no {unit}{f' left after leaving out {reasons}' if reasons else ''}.")
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from fedrecon._src.data.sources import (
     DataError,
     Reader,
     RowErrors,
+    check_file,
     make_once,
     open_bytes,
     read_text,
@@ -132,8 +133,7 @@ def read_word_count(path: str | Path, limit: int = KEPT_WORDS) -> list[str]:
 
 def _unpack_once(path: Path, unpack: bool, progress: Progress) -> Path:
     """Return where the database is, after unpacking it if necessary."""
-    if not path.is_file():
-        raise DataError(f"{path} is not a file; expected stackoverflow.sqlite. Check the path.")
+    check_file(path, "stackoverflow.sqlite")
     if path.suffix not in COMPRESSED:
         return path
     target = path.with_suffix("")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_numbers
 from fedrecon._src.data.corpus import Corpus
 from fedrecon._src.data.corpus_writer import FRACTIONS, CorpusSettings, Post, prepare_corpus
 from fedrecon._src.data.ratings import Ratings
@@ -47,8 +47,7 @@ def synthetic_ratings(
       >>> fr.data.synthetic_ratings(num_users=100, num_items=50, mean_ratings=10).num_items
       50
     """
-    for name, size in zip(("num_users", "num_items", "dim"), (num_users, num_items, dim), strict=True):
-        check_number(name, size, least=1)
+    check_numbers({"num_users": num_users, "num_items": num_items, "dim": dim}, least=1)
     check_number("mean_ratings", mean_ratings, above=True)
     check_number("noise", noise)
     rng = np.random.default_rng(seed)
@@ -143,16 +142,16 @@ def synthetic_text(
       >>> len(fr.data.synthetic_text(num_clients=10, sentences=4, shared_words=20, kinds=5).words)
       25
     """
-    sizes = (num_clients, sentences, shared_words, private_words, kinds)
-    for name, size in zip(("num_clients", "sentences", "shared_words", "private_words", "kinds"), sizes, strict=True):
-        check_number(name, size, least=1)
+    sizes = {"num_clients": num_clients, "sentences": sentences, "shared_words": shared_words}
+    sizes |= {"private_words": private_words, "kinds": kinds}
+    check_numbers(sizes, least=1)
     words = [f"w{k}" for k in range(shared_words)] + [f"k{k}" for k in range(kinds)]
     settings = CorpusSettings(
         fractions=fractions, seed=seed, words=words, kept_words=len(words), max_sentences=sentences
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "corpus"
-        prepare_corpus(_posts(np.random.default_rng(seed), *sizes), folder, settings, "synthetic text", Counter())
+        prepare_corpus(_posts(np.random.default_rng(seed), **sizes), folder, settings, "synthetic text", Counter())
         return Corpus.open(folder, mapped=False)
 
 

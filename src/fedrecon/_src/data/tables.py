@@ -27,7 +27,7 @@ from fedrecon._src.data.sources import (
     MAX_EXPANSION,
     DataError,
     RowErrors,
-    is_readable,
+    check_file,
     is_stream,
     open_bytes,
     read_text,
@@ -100,8 +100,8 @@ def open_table(source: Any, **options: Any) -> Iterator["Table"]:
         yield ArrowTable(frame, frame.schema, "the data frame")
         return
     name = "standard input" if str(source) == "-" else str(source)
-    if not is_readable(source):
-        raise DataError(f"{source} is not a file; expected a table of ratings (text or Parquet). Check the path.")
+    if not is_stream(source):
+        check_file(source, "a table of ratings (text or Parquet)")
     with open_bytes(source) as stream:
         if Path(source).suffix not in (".parquet", ".pq") and stream.peek(4)[:4] != PARQUET:  # type: ignore[attr-defined]
             yield TextTable(stream, name, **options)
