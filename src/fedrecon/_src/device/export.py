@@ -331,11 +331,7 @@ class Exporter:
 
     def stablehlo(self) -> bytes:
         """Return reconstruction as jax.export writes it, without source locations, which differ between machines."""
-        settings = {
-            "jax_traceback_in_locations_limit": 0,
-            "jax_include_full_tracebacks_in_locations": False,
-            "jax_hlo_source_file_canonicalization_regex": ".*",
-        }
+        settings = {"jax_traceback_in_locations_limit": 0, "jax_include_full_tracebacks_in_locations": True}
         with contextlib.ExitStack() as stack:
             for name, value in settings.items():
                 stack.callback(jax.config.update, name, getattr(jax.config, name))
