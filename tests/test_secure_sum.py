@@ -325,7 +325,7 @@ def test_a_step_out_of_order_or_taken_again_is_refused():
     host.share()
     with pytest.raises(ss.Refusal, match="asked for 'share', and its next step is 'mask'"):
         ss.share(host.state[0], host.rosters[0])
-    with pytest.raises(ss.SecureSumError, match="told to 'total', and its next step is 'deliver'"):
+    with pytest.raises(ss.SecureSumError, match="asked for 'total', and its next step is 'deliver'"):
         ss.total(host.server, [])
 
 

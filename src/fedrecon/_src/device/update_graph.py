@@ -17,7 +17,7 @@ from fedrecon._src.algorithms.algorithm import Algorithm, Method, encode, with_p
 from fedrecon._src.algorithms.rounds import as_clients, client_total, total_shapes
 from fedrecon._src.algorithms.saving import digest
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.core.checks import check_number, check_rules
+from fedrecon._src.core.checks import check_number, check_numbers, check_rules
 from fedrecon._src.core.cohort import ABSENT, Cohort, Examples, Lengths, Needs, Packer, lengths_for, row_capacity
 from fedrecon._src.core.factories import RecipeError, recipe_of
 from fedrecon._src.core.keys import client_keys, round_key, run_keys, words_of
@@ -72,9 +72,9 @@ class DevicePlan(NamedTuple):
     def check(self, algorithm: Algorithm, *, onnx: bool = True) -> None:
         """Raise a `ValueError` if it does not fit the algorithm's sums, or if there are no graphs."""
         check_rules({"`train` needs graphs (got onnx=False)": onnx})
-        for name in ("rounds", "least", "reports_per_day", "min_examples"):
-            check_number(name, getattr(self, name), least=1)
-        check_number("reports_per_day", self.reports_per_day, most=MOST_REPORTS)
+        counts = {"rounds": self.rounds, "least": self.least, "min_examples": self.min_examples}
+        check_numbers(counts, least=1)
+        check_number("reports_per_day", self.reports_per_day, least=1, most=MOST_REPORTS)
         check_delta(self.delta)
         two_servers = _protocol(algorithm) != "open"
         if two_servers or self.helper is not None:

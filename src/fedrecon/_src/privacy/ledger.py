@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -108,9 +109,7 @@ class Ledger:
         """
         if other.delta != self.delta:
             raise ValueError(f"epsilons add up only at the same delta (got {self.delta:g} and {other.delta:g})")
-        releases = self.releases
-        for release in other.releases:
-            releases = _append_release(releases, release)
+        releases = functools.reduce(_append_release, other.releases, self.releases)
         words = dict.fromkeys([*self.randomness.split(", "), *other.randomness.split(", ")])
         return replace(self, releases=releases, randomness=", ".join(words))
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.checks import check_choice, check_number, require
+from fedrecon._src.core.checks import check_choice, check_number, check_numbers, require
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.ring import WIDTHS, IntegerGrid
 
@@ -91,8 +91,7 @@ def share_of_noise(
       resolution: how many integers the noise in the sum is wide at most. Finer ones gain nothing: rounding to an
         integer lengthens an upload by half the root of `length` steps, which is part of the noise's calibration.
     """
-    check_number("clip", clip, above=True)
-    check_number("noise_multiplier", noise_multiplier, above=True)
+    check_numbers({"clip": clip, "noise_multiplier": noise_multiplier}, above=True)
     check_number("least", least, least=1, most=clients)
     check_number("length", length, least=1)
     check_choice("bits", bits, WIDTHS)
@@ -140,8 +139,7 @@ def coefficients(bands: int, rounds: int) -> tuple[float, ...]:
       bands: how many; 1 is independent noise.
       rounds: how many are planned.
     """
-    check_number("correlated", bands, least=1)
-    check_number("rounds", rounds, least=1)
+    check_numbers({"correlated": bands, "rounds": rounds}, least=1)
     if bands == 1:
         return (1.0,)
     toeplitz = require("jax_privacy.matrix_factorization.toeplitz")

@@ -15,9 +15,18 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.primitives import SECRET, add_mask, split
-from fedrecon._src.privacy.secure_sum.terms import SYSTEM, Entropy, MessageError, Refusal, SecureSumError, Terms
+from fedrecon._src.privacy.secure_sum.terms import (
+    SYSTEM,
+    Entropy,
+    MessageError,
+    Refusal,
+    SecureSumError,
+    Terms,
+    expect_step,
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,7 @@ def advertise(
       signing_key: the client's own, if others know its verify key.
     """
     terms.check()
-    if not 0 <= me < 2**64:
-        raise SecureSumError(f"`me` must be from 0 to 2**64 - 1 (got {me})")
+    check_rules({f"`me` must be from 0 to 2**64 - 1 (got {me})": 0 <= me < 2**64}, SecureSumError)
     if terms.threshold < least:
         raise Refusal(f"client {me} takes part in sums of {least} or more; the terms allow {terms.threshold}")
     seed, root, cipher = entropy(SECRET), entropy(SECRET), entropy(32)
@@ -86,7 +94,7 @@ def share(
         Without them the server is trusted not to invent clients.
       entropy: where nonces come from.
     """
-    _expect(state, "share")
+    expect_step("share", state.stage, f"client {state.me}", Refusal)
     terms, me = state.terms, state.me
     circle = sum_messages.read_roster(roster, terms, me, verify_keys)
     _check_circle(state, circle)
@@ -112,7 +120,7 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
       delivery: the server's answer.
       vector: `(length,)` integers of the ring.
     """
-    _expect(state, "mask")
+    expect_step("mask", state.stage, f"client {state.me}", Refusal)
     terms, me = state.terms, state.me
     if vector.shape != (terms.length,) or vector.dtype != terms.dtype:
         raise SecureSumError(f"`vector` must be {terms.dtype}[{terms.length}] (got {vector.dtype}{list(vector.shape)})")
@@ -146,20 +154,19 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
       state: after `mask`.
       request: the server's answer.
     """
-    _expect(state, "unmask")
+    expect_step("unmask", state.stage, f"client {state.me}", Refusal)
     requested = sum_messages.read_request(request, state.terms, state.me)
-    answered = dict(requested)
-    count, problem = sum(answered.values()), None
-    if len(answered) != len(requested):
-        problem = "the server asks for shares of a client twice; both its secrets would reveal its input"
-    elif set(answered) != set(state.held):
-        problem = "the clients that the server asks about are not those that shared with this one"
-    elif not answered[state.me]:
-        problem = f"the server says that client {state.me} did not answer; its input was sent, so nothing is revealed"
-    elif count < state.terms.threshold:
-        problem = f"{count} clients of this client's circle answered, and the threshold is {state.terms.threshold}"
-    if problem is not None:
-        raise Refusal(problem)
+    answered, threshold = dict(requested), state.terms.threshold
+    count, sent = sum(answered.values()), "its input was sent, so nothing is revealed"
+    twice = "the server asks for shares of a client twice; both its secrets would reveal its input"
+    others = "the clients that the server asks about are not those that shared with this one"
+    rules = {
+        twice: len(answered) == len(requested),
+        others: set(answered) == set(state.held),
+        f"the server says that client {state.me} did not answer; {sent}": answered.get(state.me),
+        f"{count} clients of this client's circle answered, and the threshold is {threshold}": count >= threshold,
+    }
+    check_rules(rules, Refusal)
     shares = {client: state.held[client][1 if yes else 0] for client, yes in answered.items()}
     reveal = sum_messages.write_entries("reveal", state.terms, state.me, shares)
     return replace(state, stage="done", circle={}, held={}), reveal
@@ -170,20 +177,13 @@ def pair_key(private: bytes, client: int, public: bytes, other: int, digest: byt
     return primitives.agree(private, public, digest, b"pair mask", min(client, other), max(client, other))
 
 
-def _expect(state: ClientState, step: str) -> None:
-    if state.stage != step:
-        raise Refusal(f"client {state.me} was asked for {step!r}, and its next step is {state.stage!r}")
-
-
 def _check_circle(state: ClientState, circle: Mapping[int, sum_messages.Hello]) -> None:
-    terms, me = state.terms, state.me
-    hello = circle.get(me)
-    keys, problem = {key for each in circle.values() for key in (each.cipher, each.mask)}, None
-    if hello is None or (hello.cipher, hello.mask) != _public_keys(state):
-        problem = f"the server's roster does not have client {me} with the keys that it advertised"
-    elif not terms.threshold <= len(circle) <= terms.circle:
-        problem = f"a circle of {len(circle)} clients; the terms allow {terms.threshold} to {terms.circle}"
-    elif len(keys) < 2 * len(circle):
-        problem = "two clients of the server's roster have the same key: it names one client twice"
-    if problem is not None:
-        raise Refusal(problem)
+    least, most, hello = state.terms.threshold, state.terms.circle, circle.get(state.me)
+    keys = {key for each in circle.values() for key in (each.cipher, each.mask)}
+    present = hello is not None and (hello.cipher, hello.mask) == _public_keys(state)
+    rules = {
+        f"the server's roster does not have client {state.me} with the keys that it advertised": present,
+        f"a circle of {len(circle)} clients; the terms allow {least} to {most}": least <= len(circle) <= most,
+        "two clients of the server's roster have the same key: it names one client twice": len(keys) == 2 * len(circle),
+    }
+    check_rules(rules, Refusal)

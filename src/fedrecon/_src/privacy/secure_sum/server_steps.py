@@ -26,6 +26,7 @@ from fedrecon._src.privacy.secure_sum.terms import (
     Terms,
     TooFewClients,
     circles,
+    expect_step,
 )
 
 T = TypeVar("T")
@@ -106,7 +107,7 @@ def deliver(state: SumState, shares: Incoming) -> tuple[SumState, Outgoing]:
       state: after `introduce`.
       shares: of `share`.
     """
-    _expect(state, "deliver")
+    expect_step("deliver", state.stage)
     terms, refused = state.terms, dict(state.refused)
 
     def read(message: bytes, *, client: int) -> dict[int, bytes]:
@@ -137,7 +138,7 @@ def collect(state: SumState, masked: Incoming) -> tuple[SumState, Outgoing]:
       state: after `deliver`.
       masked: of `mask`; may be a generator, so that not all inputs are in memory.
     """
-    _expect(state, "collect")
+    expect_step("collect", state.stage)
     terms, refused = state.terms, dict(state.refused)
     total, answered = np.zeros(terms.length, terms.dtype), set()
     read = partial(sum_messages.read_masked, terms=terms)
@@ -160,7 +161,7 @@ def total(state: SumState, reveals: Incoming) -> Sum:
       state: after `collect`.
       reveals: of `unmask`.
     """
-    _expect(state, "total")
+    expect_step("total", state.stage)
     terms, refused = state.terms, dict(state.refused)
 
     def read(message: bytes, *, client: int) -> dict[int, bytes]:
@@ -242,8 +243,3 @@ def _readable(
         else:
             seen.add(client)
             yield client, content
-
-
-def _expect(state: SumState, step: str) -> None:
-    if state.stage != step:
-        raise SecureSumError(f"the server was told to {step!r}, and its next step is {state.stage!r}")

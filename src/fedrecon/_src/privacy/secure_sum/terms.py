@@ -115,6 +115,13 @@ class Terms(NamedTuple):
         return hashlib.sha256(b"fedrecon secure sum" + self.to_bytes()).digest()
 
 
+def expect_step(
+    step: str, next_step: str, who: str = "the server", error: type[SecureSumError] = SecureSumError
+) -> None:
+    """Raise an error if somebody is asked for another step than the next: each is taken once, and in order."""
+    check_rules({f"{who} was asked for {step!r}, and its next step is {next_step!r}": step == next_step}, error)
+
+
 def plan(
     cohort: int,
     length: int,
