@@ -44,7 +44,10 @@ FIELDS = {
     "fedrecon-digest": re.compile("[0-9a-f]{64}"),
     "fedrecon-signature": re.compile("[0-9a-f]{128}"),
 }
-PROBLEMS = {  # with a signature
+PROBLEMS = {  # with a token or a signature
+    "no-token": "a request needs `Authorization: Bearer TOKEN`",
+    "bad-token": "the token was not issued with the coordinator's secret",
+    "expired-token": "the token has expired; ask for another",
     "unsigned": f"a request needs the headers {', '.join(FIELDS)}",
     "unknown-key": "this key is not registered with the coordinator",
     "clock": "signed at {signed}, and it is {now}: at most 300 s are allowed",
@@ -70,7 +73,11 @@ class RefusalError(ValueError):
 
 
 class AdmissionError(RefusalError):
-    """A request that is not admitted: `no-token`, `bad-token`, `expired-token`, or one of `PROBLEMS`."""
+    """A request that is not admitted, for one of the reasons in `PROBLEMS`."""
+
+    def __init__(self, reason: str, **values: Any):
+        """Explain the reason, with the values that its sentence mentions."""
+        super().__init__(reason, PROBLEMS[reason].format(**values))
 
 
 def issue_token(secret: bytes, device: str, seconds: float = 30 * 86_400) -> str:
@@ -104,13 +111,11 @@ def device_of(secret: bytes, token: str) -> str:
     Raises:
       AdmissionError: it vouches for none.
     """
-    match = _TOKEN.fullmatch(token)
-    if match is None:
-        raise AdmissionError("no-token", "a request needs `Authorization: Bearer TOKEN`")
-    if not hmac.compare_digest(match[3], _mac(secret, token.rpartition(".")[0])):
-        raise AdmissionError("bad-token", "the token was not issued with the coordinator's secret")
-    if int(match[2]) < time.time():
-        raise AdmissionError("expired-token", "the token has expired; ask for another")
+    if (match := _TOKEN.fullmatch(token)) is None:
+        raise AdmissionError("no-token")
+    genuine = hmac.compare_digest(match[3], _mac(secret, token.rpartition(".")[0]))
+    if not genuine or int(match[2]) < time.time():
+        raise AdmissionError("expired-token" if genuine else "bad-token")
     return match[1]
 
 
@@ -324,8 +329,7 @@ class Verifier:
         """
         values = [headers.get(name, "") for name in FIELDS]
         if (problem := self._problem(method, target, values)) is not None:
-            moments = {"signed": values[1], "now": int(time.time())}
-            raise AdmissionError(problem, PROBLEMS[problem].format(**moments))
+            raise AdmissionError(problem, signed=values[1], now=int(time.time()))
         key = bytes.fromhex(values[0])
         self._names.setdefault(key, f"node-{key.hex()[:8]}")
         return key, values[4]

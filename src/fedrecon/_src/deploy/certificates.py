@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -72,10 +73,8 @@ def read_helper(path: Path) -> X25519PrivateKey:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    key = _read(path, lambda content: load_pem_private_key(content, None))
-    if not isinstance(key, X25519PrivateKey):
-        raise ValueError(f"{path} is not a helper's key; fedrecon keys --helper makes one")
-    return key
+    what = "a helper's key; fedrecon keys --helper makes one"
+    return _read(path, lambda content: load_pem_private_key(content, None), X25519PrivateKey, what)
 
 
 def make_token_secret(folder: Path) -> Path:
@@ -168,13 +167,17 @@ def _read_pair(certificate: Path, key: Path) -> tuple[Any, Any]:
     return public, private
 
 
-def _read(path: Path, load: Callable[[bytes], Any]) -> Any:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; make it with fedrecon keys, or put it back")
-    try:
-        return load(path.read_bytes())
-    except (ValueError, TypeError):  # OpenSSL's own reasons do not help
-        raise ValueError(f"{path} is damaged, or is not a PEM file with a certificate or an unencrypted key") from None
+def _read(
+    path: Path, load: Callable[[bytes], Any], kind: type = object, what: str = "a certificate or an unencrypted key"
+) -> Any:
+    """Return what a function of `cryptography` reads from a PEM file, if it is of this kind."""
+    problem = "is missing; make it with fedrecon keys, or put it back"
+    if path.is_file():
+        problem = f"is damaged, or is not a PEM file with {what}"
+        with contextlib.suppress(ValueError, TypeError):  # OpenSSL's own reasons do not help
+            if isinstance(content := load(path.read_bytes()), kind):
+                return content
+    raise ValueError(f"{path} {problem}")
 
 
 def _check_new(*paths: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -20,10 +19,9 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
-from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -86,21 +84,6 @@ def parse_address(text: str, option: str = "--listen", least: int = 1) -> tuple[
     return host.strip("[]"), number
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Why a request was refused, as RFC 9457 writes it.
-
-    Attributes:
-      type: a word that says why, after `urn:fedrecon:`.
-      status: the response's.
-      detail: a sentence.
-    """
-
-    type: Annotated[str, Field(pattern="^urn:fedrecon:[a-z-]+$")]
-    status: Annotated[int, Field(ge=400, lt=500)]
-    detail: str
-
-
 class RequestError(HTTPException):
     """A request that is refused."""
 
@@ -132,7 +115,7 @@ class Service:
         kind = getattr(problem, "kind", detail.lower().replace(" ", "-"))  # or there is no such path or method
         self.problems[kind] += 1
         await self._discard_body(request)
-        content = dataclasses.asdict(Problem(f"urn:fedrecon:{kind}", status, detail))
+        content = {"type": f"urn:fedrecon:{kind}", "status": status, "detail": detail}
         headers = {**({} if status == 404 else {"Connection": "close"}), **(problem.headers or {})}
         return JSONResponse(content, status, headers, "application/problem+json")
 
@@ -142,7 +125,7 @@ class Service:
         A connection that is closed while the other side still sends is reset, and whoever sends slowly would never see
         why it was refused.
         """
-        length = _content_length(request)
+        length = whole_number(request.headers.get("content-length", ""), 15)
         if not length or length > self.limits.body_bytes or getattr(request.state, "is_read", False):
             return
         with contextlib.suppress(TimeoutError, ClientDisconnect):
@@ -158,7 +141,7 @@ class Service:
           sender: who sends it.
           digest: its SHA-256, if that was signed.
         """
-        length = _content_length(request)
+        length = whole_number(request.headers.get("content-length", ""), 15)
         if length is None:
             raise RequestError(411, "no-length", "a report needs a Content-Length")
         if length > self.limits.body_bytes:
@@ -181,9 +164,9 @@ class Service:
         return body
 
 
-def _content_length(request: Request) -> int | None:
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else None
+def whole_number(text: str, digits: int) -> int | None:
+    """Return the number that so many digits at most stand for; None if it is anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None
 
 
 def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:
@@ -199,10 +182,9 @@ def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:
 
 def round_number(request: Request) -> int:
     """Return the number of the round in a request's path."""
-    number = request.path_params["number"]
-    if not (number.isascii() and number.isdigit() and len(number) < 10):
+    if (number := whole_number(request.path_params["number"], 9)) is None:
         raise RequestError(404, "forged", "the round must be a number")
-    return int(number)
+    return number
 
 
 def immutable_response(request: Request, data: bytes, digest: str, media_type: str) -> Response:

@@ -28,7 +28,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from fedrecon._src.deploy.http_server import run_server
+from fedrecon._src.deploy.coordinator import round_cells
+from fedrecon._src.deploy.http_server import run_server, whole_number
 from fedrecon._src.storage.run_folder import RunFolder
 
 POLL_SECONDS = 0.5  # between two looks at the file
@@ -36,16 +37,6 @@ SHOWN_ROUNDS = 20
 CURVE_POINTS = 400  # at most; longer runs are thinned out
 WIDTH, HEIGHT, MARGIN = 400, 200, 50
 LOCAL = ("127.0.0.1", "localhost", "::1")
-COLUMNS = {
-    "Round": lambda r: str(r["round"]),
-    "Nodes": lambda r: f"{r['answered']} of {r['invited']}",
-    "Users": lambda r: f"{r.get('clients', '')}",
-    "Loss": lambda r: number(r["loss"]),
-    "Seconds": lambda r: number(r["seconds"]),
-    "MB out": lambda r: number(r["bytes_sent"] / 1e6),
-    "MB in": lambda r: number(r["bytes_received"] / 1e6),
-    "Failed": lambda r: ", ".join(f"{count} {why}" for why, count in r["failed"].items()) or "0",
-}
 PAGE = (Path(__file__).parent / "status_page.html").read_text(encoding="utf-8")
 
 
@@ -116,11 +107,10 @@ def render_page(records: Sequence[Mapping[str, Any]], rounds: int, facts: Mappin
         **facts,
     }
     items = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(str(value))}</dd>" for name, value in values.items())
-    head = "".join(f'<th scope="col">{name}</th>' for name in COLUMNS)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(write(record))}</td>" for write in COLUMNS.values()) + "</tr>"
-        for record in reversed(done[-SHOWN_ROUNDS:])
-    )
+    cells = [round_cells(record) for record in reversed(done[-SHOWN_ROUNDS:])]
+    head = "".join(f'<th scope="col">{name}</th>' for name in (cells or [{}])[0])
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) for row in cells)
+    rows = "".join(f"<tr>{line}</tr>" for line in lines)
     curve, page = render_curve(records), string.Template(PAGE)
     return page.substitute(title=title, records=len(records), items=items, curve=curve, head=head, rows=rows)
 
@@ -162,8 +152,7 @@ def serve_status(
 
     async def stream(request: Request) -> Response:
         after = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-        count = int(after) if after.isascii() and after.isdigit() and len(after) < 10 else 0
-        return StreamingResponse(events(count), headers=HEADERS, media_type="text/event-stream")
+        return StreamingResponse(events(whole_number(after, 9) or 0), headers=HEADERS, media_type="text/event-stream")
 
     names = [*LOCAL, "[::1]"] if address[0] in LOCAL else ["*"]
     app = Starlette(

@@ -39,6 +39,7 @@ from fedrecon._src.deploy.http_server import (
     immutable_response,
     round_number,
     run_service,
+    whole_number,
 )
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.transport import Reply
@@ -267,10 +268,11 @@ class Api(Service):
         """Return a node's next task, or wait for one."""
         node, _ = self._authenticate(request)
         self._loop = asyncio.get_running_loop()
-        wait = _seconds(request.query_params.get("wait", "0"))
+        if (wait := whole_number(request.query_params.get("wait", "0"), 5)) is None:
+            raise RequestError(400, "bad-wait", "`wait` must be a whole number of seconds")
         task = self.board.next_task(node)
         if task is None and wait and not self._closing:
-            await self._await_task(request, node, wait)
+            await self._await_task(request, node, min(wait, MAX_WAIT))
             task = self.board.next_task(node)
         if task is not None:
             return JSONResponse(dataclasses.asdict(task), headers={"Cache-Control": "no-store"})
@@ -322,12 +324,6 @@ class Api(Service):
         if state == "expired":
             raise RequestError(410, state, "the task is over: the round was closed, or its deadline has passed")
         return Response(status_code=201 if state == "open" else 200)
-
-
-def _seconds(text: str) -> float:
-    if not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise RequestError(400, "bad-wait", "`wait` must be a whole number of seconds")
-    return min(float(text), MAX_WAIT)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from fedrecon._src.recommend.task import Measure
     from fedrecon._src.storage.run_folder import RunFolder
 
-NAMES = ("round", "nodes", "answered", "late", "failed", "users", "loss", "seconds", "MB out", "MB in", "epsilon")
-COLUMNS = dict(zip(NAMES, (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7), strict=True))  # of the table of rounds, with their widths
+WIDTHS = (6, 5, 8, 4, 14, 7, 8, 7, 7, 7, 7)  # of the columns of the table of rounds
 # Refusals that honest nodes get: after a restart of the server, and when a round closed without them.
 ROUTINE = {"epoch", "expired", "no-broadcast"}
 
@@ -213,10 +212,11 @@ def _run_devices(args: Serve) -> int:
     """Train over devices."""
     from fedrecon._src.deploy.admission import read_private_key, read_secret
     from fedrecon._src.deploy.device_rounds import open_start, serve_devices
-    from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
+    from fedrecon._src.deploy.devices import DeviceApi
     from fedrecon._src.deploy.http_client import Connection, parse_server
     from fedrecon._src.deploy.http_server import Limits, parse_address, run_service
     from fedrecon._src.deploy.registry import Pace
+    from fedrecon._src.privacy.secure_sum.two_servers import read_served_plan
     from fedrecon._src.storage.run_folder import RunFolder
 
     devices, plan = args.devices, read_served_plan(args.plan)
@@ -335,27 +335,22 @@ def _tls(args: Serve) -> Tls:
 
 def _printer(as_json: bool, measures: Sequence[Measure] = ()) -> Callable[[dict[str, Any]], None]:
     """Return a function that prints the records of a run: as JSON, or the rounds as a table that grows by a line."""
+    from fedrecon._src.deploy.coordinator import round_cells
     from fedrecon._src.storage.atomic import without_nan
 
-    header = [" ".join(f"{name:>{width}}" for name, width in COLUMNS.items())]
+    def line(cells: Iterable[str]) -> str:
+        return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+
+    is_begun = False
 
     def show_record(record: dict[str, Any]) -> None:
+        nonlocal is_begun
         if as_json:
             print(json.dumps(without_nan(record)), flush=True)
         elif record["kind"] == "round":
-            failed = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in record["failed"].items()) or "0"
-            cells = (
-                *(record[name] for name in ("round", "invited", "answered", "late")),
-                failed,
-                record.get("clients", ""),
-                f"{record['loss']:.4f}",
-                f"{record['seconds']:.2f}",
-                *(f"{record[name] / 1e6:.3f}" for name in ("bytes_sent", "bytes_received")),
-                f"{record['epsilon']:.3g}" if "epsilon" in record else "none",  # without noise nothing is promised
-            )
-            row = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
-            print(*header, row, sep="\n", flush=True)
-            header.clear()
+            cells = round_cells(record)
+            print(*([] if is_begun else [line(cells)]), line(cells.values()), sep="\n", flush=True)
+            is_begun = True
         else:
             show.progress_of(record, measures)
 
