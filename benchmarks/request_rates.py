@@ -23,10 +23,10 @@ from starlette.routing import Route
 
 from fedrecon._src.deploy import admission, certificates
 from fedrecon._src.deploy.admission import issue_token
-from fedrecon._src.deploy.devices import DeviceApi, OpenRound, ServedPlan
+from fedrecon._src.deploy.devices import DeviceApi, OpenRound
 from fedrecon._src.deploy.http_server import Limits, Service, Tls, run_server, run_service
 from fedrecon._src.deploy.tasks import Api, TaskBoard
-from fedrecon._src.privacy.secure_sum.two_servers import Spool
+from fedrecon._src.privacy.secure_sum.two_servers import ServedPlan, Spool
 
 CHECK_INS, REPORTS, SIZES = 2000, 300, (150_000, 600_000)
 CHECK_IN = "/v1/check-in"
@@ -51,7 +51,7 @@ def write_request(method, path, headers, data=b""):
 
 def served_plan(length, dtype, reports_per_day):
     """Return a plan of one round with open sums."""
-    about = {"format": "fedrecon-device-plan", "protocol": "open", "algorithm": "", "rounds": 1, "least": 1}
+    about = {"format": "fedrecon-device-plan", "protocol": "open", "algorithm": "", "rounds": 1, "least": 1, "bits": 32}
     return ServedPlan(**about, length=length, dtype=dtype, reports_per_day=reports_per_day)
 
 

@@ -106,7 +106,9 @@ def measure_two_servers(clients, length, bits):
         folder = Path(name)
         make_helper(folder)
         key = read_helper(folder / "helper.key")
-        plan = two_servers.SumPlan(bytes(32), length, bits, LEAST, key.public_key().public_bytes_raw(), 1)
+        about = {"format": "fedrecon-device-plan", "protocol": "two-servers", "algorithm": "", "dtype": "uint32"}
+        sums = {"length": length, "bits": bits, "least": LEAST, "helper": key.public_key().public_bytes_raw()}
+        plan = two_servers.ServedPlan(**about, **sums, rounds=1, reports_per_day=1)
         purpose = plan.purpose("run", 0, bytes(16), "0" * 64)
         spool, exact = two_servers.Spool(folder / "spool", plan.report_bytes), np.zeros(length, np.uint32)
         for client in range(clients):
@@ -231,7 +233,7 @@ def measure_devices(clients, length):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         algorithm, helper_words, serve_words, port = deploy(folder, length, clients)
-        plan, secret = two_servers.read_sum_plan(folder), read_secret(folder / "tokens.key")
+        plan, secret = two_servers.read_served_plan(folder), read_secret(folder / "tokens.key")
         devices = []
         for k in range(clients):
             leaves = functools.partial(stage_of, str(k))

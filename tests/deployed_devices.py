@@ -21,14 +21,14 @@ from fedrecon._src.algorithms.algorithm import with_params
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy.admission import Verifier, public_bytes
 from fedrecon._src.deploy.device_rounds import Start, serve_devices
-from fedrecon._src.deploy.devices import DeviceApi, read_served_plan
+from fedrecon._src.deploy.devices import DeviceApi
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection
 from fedrecon._src.deploy.http_server import run_service
 from fedrecon._src.deploy.node import Memory
 from fedrecon._src.device.model_bundle import _ratings_parts
 from fedrecon._src.device.web_page import page_files
-from fedrecon._src.privacy.secure_sum.two_servers import Helper, read_sum_plan
+from fedrecon._src.privacy.secure_sum.two_servers import Helper, read_served_plan
 from fedrecon._src.recommend.rating_model import constant_parameters
 from fedrecon._src.recommend.tasks import build_algorithm
 from fedrecon.deploy import InProcess, Node, Pace, issue_token, plan_for
@@ -75,7 +75,7 @@ def make_bundle(folder, aggregate=None, fresh=False):
 def helping(bundle, folder):
     """Run a helper, and yield the coordinator's connection to it."""
     folder.mkdir(parents=True)
-    helper, verifier = Helper(read_sum_plan(bundle), HELPER, folder), {public_bytes(COORDINATOR): "coordinator"}
+    helper, verifier = Helper(read_served_plan(bundle), HELPER, folder), {public_bytes(COORDINATOR): "coordinator"}
     with (
         run_service(HelperApi(helper, Verifier(verifier)), ("127.0.0.1", 0), None) as port,
         contextlib.closing(Connection(f"http://127.0.0.1:{port}", COORDINATOR, None)) as connection,
@@ -97,7 +97,7 @@ def coordinating(bundle, start, folder, reports=LEAST):
             results.append(error)
 
     with contextlib.ExitStack() as stack:
-        connection = None if plan.sums is None else stack.enter_context(helping(bundle, folder / "helper"))
+        connection = None if plan.protocol == "open" else stack.enter_context(helping(bundle, folder / "helper"))
         port = stack.enter_context(run_service(api, ("127.0.0.1", 0), None))
         thread = threading.Thread(target=train, args=[connection])
         thread.start()

@@ -30,12 +30,12 @@ from fedrecon._src.core.factories import recipe_of
 from fedrecon._src.deploy import admission, device_rounds, devices
 from fedrecon._src.deploy.admission import Verifier, public_bytes
 from fedrecon._src.deploy.device_rounds import serve_devices
-from fedrecon._src.deploy.devices import DeviceApi, OpenRound, read_served_plan
+from fedrecon._src.deploy.devices import DeviceApi, OpenRound
 from fedrecon._src.deploy.helper_server import HelperApi
 from fedrecon._src.deploy.http_client import Connection, JoinError, parse_server
 from fedrecon._src.deploy.http_server import run_service
 from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
-from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, read_sum_plan
+from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, read_served_plan
 from fedrecon._src.storage.atomic import StorageError
 from fedrecon._src.storage.manifest import read_manifest, write_manifest
 from fedrecon.deploy import issue_token
@@ -98,8 +98,8 @@ def report_of(plan, data, name):
     """Return a device's report on a broadcast."""
     about = json.loads(read_metadata(data, "broadcast")["fedrecon"])
     batch, vector = bytes.fromhex(about["batch"]), vector_of(name, about["round"])
-    purpose = plan.sums.purpose(about["run"], about["round"], batch, hashlib.sha256(data).hexdigest())
-    return make_report(vector, plan.sums.helper, purpose, plan.sums.bits)
+    purpose = plan.purpose(about["run"], about["round"], batch, hashlib.sha256(data).hexdigest())
+    return make_report(vector, plan.helper, purpose, plan.bits)
 
 
 class Devices:
@@ -330,7 +330,7 @@ def test_numbers_that_are_not_finite_are_refused_in_open_reports(tmp_path):
 def helping(plan, folder):
     """Run a helper, and yield the coordinator's connection to it."""
     folder.mkdir(exist_ok=True)
-    helper = Helper(read_sum_plan(plan), HELPER, folder)
+    helper = Helper(read_served_plan(plan), HELPER, folder)
     api = HelperApi(helper, Verifier({public_bytes(COORDINATOR): "coordinator"}))
     with run_service(api, ("127.0.0.1", 0), None) as port, connect(port) as connection:
         yield connection
@@ -505,7 +505,7 @@ class SlowHelper(Helper):
 
 def test_a_helper_that_takes_long_is_asked_again_and_adds_up_once(plan, tmp_path):
     (tmp_path / "helper").mkdir()
-    helper, remarks = SlowHelper(read_sum_plan(tmp_path / "bundle"), HELPER, tmp_path / "helper"), []
+    helper, remarks = SlowHelper(read_served_plan(tmp_path / "bundle"), HELPER, tmp_path / "helper"), []
     service = HelperApi(helper, Verifier({public_bytes(COORDINATOR): "coordinator"}))
     api, cohorts = DeviceApi(plan, SECRET), [NAMES[:4], NAMES[3:7]]
     with (
@@ -564,10 +564,10 @@ def test_training_begins_with_a_run_of_the_command_line(tmp_path):
 
 
 def test_only_the_registered_coordinator_asks_the_helper(plan, tmp_path):
-    helper = Helper(read_sum_plan(tmp_path / "bundle"), HELPER, tmp_path)
+    helper = Helper(read_served_plan(tmp_path / "bundle"), HELPER, tmp_path)
     api = HelperApi(helper, Verifier({public_bytes(COORDINATOR): "coordinator"}))
     http = TestClient(api.app, "https://helper", raise_server_exceptions=False)
-    assert http.get("/v1/key").text == plan.sums.helper.hex()
+    assert http.get("/v1/key").text == plan.helper.hex()
     assert refusal(http.post(f"/v1/rounds/0/batches/{'0' * 32}?run=a", content=b"")) == (401, "unsigned")
     with run_service(api, ("127.0.0.1", 0), None) as port:
         for key, path, message in [
@@ -727,7 +727,7 @@ def test_the_noise_in_a_sum_has_the_promised_variance_and_is_counted(tmp_path):
     plan, length = write_noised_plan(tmp_path / "bundle", algorithm), share.length
     sums = []
     for _ in range(400):
-        reports = [add_noise(np.zeros(length, np.uint32), plan.variance) for _ in range(LEAST)]
+        reports = [add_noise(np.zeros(length, np.uint32), plan.noise.variance) for _ in range(LEAST)]
         total = np.sum(reports, 0, dtype=np.uint32)
         sums.append(total.astype(np.int32) * share.grid.step)
     # In units of the clipping norm (1), plus what rounding may add to a report.

@@ -27,10 +27,10 @@ from deployed import (
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.wire import to_bytes
-from fedrecon._src.deploy.messages import Envelope, Failure, pack, unpack
+from fedrecon._src.deploy.messages import Envelope, Failure, pack, read_tree, unpack
 from fedrecon._src.deploy.plan import digest_of, is_prefix
-from fedrecon._src.deploy.sums import from_integers, ring_grid, sum_users, to_evaluation, to_integers
-from fedrecon._src.deploy.transport import read_arrays
+from fedrecon._src.deploy.sums import from_integers, ring_grids, sum_users, to_evaluation, to_integers
+from fedrecon._src.deploy.transport import open_reply
 from fedrecon._src.recommend.config import Aggregate, Data, Reconstruct, Update
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.storage.atomic import StorageError
@@ -335,7 +335,7 @@ def test_integers_add_up_to_the_sum_within_the_stated_error(values, nodes):
     total = sum(to_integers(SECURE, tree) for _ in range(nodes))
     found = from_integers(SECURE, total, tree)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
-        assert np.all(np.abs(a - nodes * b) <= nodes * ring_grid(SECURE).error + 1e-9)
+        assert np.all(np.abs(a - nodes * b) <= nodes * ring_grids(SECURE)[0][1].error + 1e-9)
 
 
 @given(st.lists(st.floats(-1e17, 1e17), min_size=1, max_size=4), st.integers(1, 5))
@@ -373,7 +373,7 @@ def test_no_message_makes_a_node_or_the_server_fail(joined, data):
     kind = data.draw(st.sampled_from(kinds.split()))
     for whole, read in (
         (pack(message_of(PLAN, kind)), lambda raw: unpack(node.handle(raw), 2**30)),
-        (good, lambda raw: read_arrays(raw, message_of(PLAN), total_shapes(PLAN.algorithm))),
+        (good, lambda raw: read_tree(open_reply(raw, message_of(PLAN), 2**30), total_shapes(PLAN.algorithm))),
     ):
         raw = bytearray(whole)
         for _ in range(data.draw(st.integers(1, 4))):
@@ -441,7 +441,8 @@ def test_a_node_with_too_few_users_sends_zeros(files):
     plan = plan_of(CONFIG, least_users=1000)
     node = node_of(files[1][0])
     answer(node, message_of(plan, "join"))
-    total = read_arrays(node.handle(pack(message_of(plan))), message_of(plan), total_shapes(plan.algorithm))
+    body = open_reply(node.handle(pack(message_of(plan))), message_of(plan), 2**30)
+    total = read_tree(body, total_shapes(plan.algorithm))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(total))
 
 

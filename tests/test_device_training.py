@@ -17,7 +17,7 @@ from fedrecon._src.algorithms.algorithm import with_params
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
-from fedrecon._src.deploy.devices import read_served_plan
+from fedrecon._src.privacy.secure_sum.two_servers import read_served_plan
 from fedrecon_device import Bundle, BundleError, check
 from fedrecon_device.keys import client_key, name_hash, redrawn_order
 from fedrecon_device.plan import read_plan

@@ -27,8 +27,7 @@ from fedrecon._src.core.keys import words_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy.admission import issue_token, read_secret
 from fedrecon._src.deploy.certificates import read_helper
-from fedrecon._src.deploy.devices import read_served_plan
-from fedrecon._src.privacy.secure_sum.two_servers import read_sum_plan
+from fedrecon._src.privacy.secure_sum.two_servers import read_served_plan
 from fedrecon_device import Bundle, BundleError, Participant, ParticipationError
 from fedrecon_device.sealing import RECORD, expand, open_seed, unpack
 from fedrecon_device.store import Store
@@ -422,7 +421,7 @@ def test_a_device_adds_the_noise_of_the_plan_before_it_masks(coordinator, made, 
     device.trainer.plan["noise"] = {"variance": 400.0, "least": 3}
     report = device.step().report
     assert report["protected"].endswith("with noise from this device")
-    key, sums = read_helper(made[0] / "helper-keys" / "helper.key"), read_sum_plan(coordinator.bundle)
+    key, sums = read_helper(made[0] / "helper-keys" / "helper.key"), read_served_plan(coordinator.bundle)
     data = coordinator.bodies[-1]
     broadcast = hashlib.sha256(coordinator.broadcast()).hexdigest()
     seed = open_seed(key, sums.helper, data[:RECORD], sums.purpose("a run", 0, bytes(16), broadcast))

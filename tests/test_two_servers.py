@@ -1,6 +1,7 @@
 """One message per device, two servers: the sum is exact for those counted; the helper refuses what tells more."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import resource
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 from fedrecon._src.privacy.secure_sum import two_servers
 from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal
-from fedrecon._src.privacy.secure_sum.two_servers import Helper, Spool, SumPlan, TooFewReports, unmask
+from fedrecon._src.privacy.secure_sum.two_servers import (
+    Helper,
+    ServedPlan,
+    Spool,
+    TooFewReports,
+    read_served_plan,
+    unmask,
+)
 from fedrecon._src.storage.atomic import StorageError
 from fedrecon_device import sealing
 from fedrecon_device.sealing import RECORD, Purpose, draw_secrets, make_report
@@ -24,7 +32,9 @@ BATCH, BROADCAST = bytes(16), "b" * 64
 
 
 def plan_of(length=5, bits=32, least=2):
-    return SumPlan(hashlib.sha256(b"plan").digest(), length, bits, least, PUBLIC, rounds=9)
+    about = {"format": "fedrecon-device-plan", "protocol": "two-servers", "algorithm": "", "dtype": "uint32"}
+    sums = {"length": length, "bits": bits, "least": least, "helper": PUBLIC, "rounds": 9}
+    return ServedPlan(**about, **sums, reports_per_day=1, content=b"plan")
 
 
 def reports_of(plan, vectors, run="run", number=0, batch=BATCH, broadcast=BROADCAST):
@@ -96,7 +106,7 @@ def test_the_sum_is_exact_for_those_counted(tmp_path_factory, data):
 def test_a_seed_opens_for_nothing_else(tmp_path, other):
     plan, fields = plan_of(), {"run": "run", "number": 0, "batch": BATCH}
     sealed_for = Purpose(
-        other.get("digest", plan.digest),
+        other.get("digest", bytes.fromhex(plan.digest)),
         run=f"{other.get('run', 'run')} {other.get('broadcast', BROADCAST)}",
         batch=other.get("batch", BATCH),
         round=other.get("number", 0),
@@ -188,7 +198,7 @@ def test_a_damaged_memory_is_loud(tmp_path):
             Helper(plan, KEY, tmp_path)
     file.write_bytes(whole)
     with pytest.raises(StorageError, match="is of the plan"):
-        Helper(plan._replace(digest=bytes(32)), KEY, tmp_path)
+        Helper(dataclasses.replace(plan, content=b"other"), KEY, tmp_path)
     with pytest.raises(StorageError, match="names the helper"):
         Helper(plan, X25519PrivateKey.generate(), tmp_path)
 
@@ -240,28 +250,50 @@ def test_a_report_that_cannot_be_written_leaves_no_trace(tmp_path):
         assert list(spool.reports(2)) == [b"0123456789", b"abcdefghij"]
 
 
+PLAN = {
+    "format": "fedrecon-device-plan",
+    "algorithm": "0123",
+    "rounds": 7,
+    "vector": {"length": 5, "dtype": "uint32"},
+    "sum": {"protocol": "two-servers", "bits": 24, "helper": PUBLIC.hex(), "least": 3},
+    "limits": {"reports_per_day": 4},
+}
+
+
 def test_a_plan_says_what_the_servers_need(tmp_path):
-    plan = {
-        "format": "fedrecon-device-plan",
-        "rounds": 7,
-        "vector": {"length": 5},
-        "sum": {"protocol": "two-servers", "bits": 24, "helper": PUBLIC.hex(), "least": 3},
-    }
-    data = json.dumps(plan).encode()
+    data = json.dumps(PLAN).encode()
     (tmp_path / "plan.json").write_bytes(data)
-    assert two_servers.read_sum_plan(tmp_path) == SumPlan(hashlib.sha256(data).digest(), 5, 24, 3, PUBLIC, 7)
+    plan = read_served_plan(tmp_path)
+    assert (plan.digest, plan.length, plan.bits, plan.least) == (hashlib.sha256(data).hexdigest(), 5, 24, 3)
+    assert (plan.helper, plan.rounds, plan.report_bytes) == (PUBLIC, 7, RECORD + 15)
     for change in ({"bits": 21}, {"least": 0}, {"helper": None}, {"helper": "00"}, {"protocol": "open"}):
-        (tmp_path / "plan.json").write_text(json.dumps(plan | {"sum": plan["sum"] | change}))
+        (tmp_path / "plan.json").write_text(json.dumps(PLAN | {"sum": PLAN["sum"] | change}))
         with pytest.raises(StorageError, match="not a device plan"):
-            two_servers.read_sum_plan(tmp_path / "plan.json")
+            read_served_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"noise": "much"},
+        {"noise": {"variance": 2.0}},
+        {"noise": {"variance": "2", "delta": 1e-6}},
+        {"aggregator": 5},
+        {"aggregator": {"make": "secure"}},
+        {"aggregator": {"make": "secure", "settings": {"clients": "many"}}},
+        {"aggregator": {"make": "secure", "settings": {"clients": 9, "noise": [1.0, 2.0]}}},
+    ],
+)
+def test_malformed_noise_and_aggregators_are_refused_and_not_read_as_absent(tmp_path, change):
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN | change))
+    with pytest.raises(StorageError, match=f"not a device plan.*{next(iter(change))}"):
+        read_served_plan(tmp_path)
 
 
 def test_the_sum_of_one_report_is_no_sum(tmp_path):
-    about = {"protocol": "two-servers", "bits": 24, "helper": PUBLIC.hex(), "least": 1}
-    plan = {"format": "fedrecon-device-plan", "rounds": 7, "vector": {"length": 5}, "sum": about}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN | {"sum": PLAN["sum"] | {"least": 1}}))
     with pytest.raises(StorageError, match=r"`least` in .* must be at least 2 \(got 1\)"):
-        two_servers.read_sum_plan(tmp_path)
+        read_served_plan(tmp_path)
 
 
 def test_a_round_beyond_the_plan_is_not_answered(tmp_path):

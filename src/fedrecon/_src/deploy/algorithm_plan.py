@@ -26,8 +26,7 @@ from fedrecon._src.core.model import metric_names
 from fedrecon._src.deploy.plan import NodeData, Plan, PlanError
 from fedrecon._src.recommend.config import Rule
 from fedrecon._src.recommend.tasks import Measure, Users
-from fedrecon._src.simulation.divergence import find_failures
-from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
+from fedrecon._src.simulation.evaluation import Evaluator
 
 NUMBERS = ("rounds", "seed", "evaluate_every", "split_seed", "max_examples", "min_examples")
 
@@ -108,11 +107,6 @@ class AlgorithmPlan(Plan):
                 say(f"warning: round {record['round']}: nothing was learned, the mean of the updates is not finite")
 
         return look
-
-    def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
-        """Say why a run has failed."""
-        failures = find_failures([record for record in history if record["kind"] == "round"], test)
-        return "; ".join(problem.describe("test clients") for problem in failures.values()) or None
 
     def split_clients(self, clients: Clients) -> NodeData:
         """Return a node's clients as the plan wants them, divided by their names.

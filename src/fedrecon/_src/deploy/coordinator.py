@@ -24,6 +24,7 @@ from fedrecon._src.deploy.registry import NodeRegistry, NotEnoughNodes, Pace
 from fedrecon._src.deploy.sums import add_sums, to_evaluation
 from fedrecon._src.deploy.transport import SYSTEM, Channel, Clock, Grid, Replies
 from fedrecon._src.privacy.ledger import Ledger
+from fedrecon._src.recommend.stopping import why_failed
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.simulation.training import describe_round
 from fedrecon._src.storage.atomic import StorageError
@@ -106,10 +107,10 @@ def serve(
             interrupted = True
             training.checkpoint()
         plan, params = nodes.plan, training.params()
-        failed = plan.why_failed(training.history)
+        failed = why_failed(training.history, plan.task)
         plan.save_model(folder.model_path, params, failed)
         test = None if interrupted else nodes.evaluate("test")
-        if test is not None and test.clients and (verdict := plan.why_failed(training.history, test)) != failed:
+        if test is not None and test.clients and (verdict := why_failed(training.history, plan.task, test)) != failed:
             failed = verdict
             plan.save_model(folder.model_path, params, failed)
         if not interrupted:
@@ -117,6 +118,23 @@ def serve(
         if (ledger := nodes.ledger()) is not None:
             facts["privacy"] = ledger.to_dict()
         return training.end(facts, interrupted, test, failed)
+
+
+def round_cells(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return what tables show of a round, by the names of their columns."""
+    failed = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in record["failed"].items())
+    counts = {"nodes": "invited", "answered": "answered", "late": "late"}
+    return {
+        "round": str(record["round"]),
+        **{name: str(record[key]) for name, key in counts.items()},
+        "failed": failed or "0",
+        "users": str(record.get("clients", "")),
+        "loss": "–" if record["loss"] is None else f"{record['loss']:.4f}",  # saved records have no NaN
+        "seconds": f"{record['seconds']:.2f}",
+        "MB out": f"{record['bytes_sent'] / 1e6:.3f}",
+        "MB in": f"{record['bytes_received'] / 1e6:.3f}",
+        "epsilon": f"{record['epsilon']:.3g}" if "epsilon" in record else "none",  # without noise nothing is promised
+    }
 
 
 class Training:
@@ -281,7 +299,6 @@ class _Nodes(NodeRegistry):
             "late": len(replies.late),
             "failed": replies.reasons,
             "attempts": attempt,
-            "too_small": 0,
             "dropped": len(invited) - answered,
             "bytes_sent": replies.sent,
             "bytes_received": replies.received,

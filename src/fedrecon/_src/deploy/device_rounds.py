@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -21,18 +22,19 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.algorithms.saving import DESCRIPTION, load_algorithm, save_algorithm
 from fedrecon._src.algorithms.saving import digest as digest_of
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.display import Say
 from fedrecon._src.core.factories import follow
 from fedrecon._src.core.keys import round_key, words_of
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.deploy.coordinator import ServeResult, Training, begin_run
-from fedrecon._src.deploy.devices import DeviceApi, OpenRound, ServedPlan
+from fedrecon._src.deploy.devices import DeviceApi, OpenRound
 from fedrecon._src.deploy.http_client import Conflict, Connection, backoff
 from fedrecon._src.deploy.plan_privacy import share_of_noise
 from fedrecon._src.deploy.registry import NotEnoughNodes, Pace
 from fedrecon._src.privacy.accounting import epsilon_of
 from fedrecon._src.privacy.noise import ShareOfNoise
-from fedrecon._src.privacy.secure_sum.two_servers import Spool, unmask
+from fedrecon._src.privacy.secure_sum.two_servers import ServedPlan, Spool, unmask
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.server.fixed_point import from_vector
 from fedrecon._src.storage.atomic import StorageError
@@ -123,12 +125,15 @@ def serve_devices(
     plan, reports = api.plan, pace.per_round
     if (actual := digest_of(start.algorithm)) != plan.algorithm:
         raise StorageError(f"the plan is for the algorithm {plan.algorithm[:16]}, and this is {actual[:16]}")
-    if reports is not None and plan.clients is not None and reports > plan.clients:
-        raise ValueError(f"--per-round must be at most {plan.clients}, for which sums have room (got {reports})")
-    if plan.per_round is not None and reports not in (None, plan.per_round):
-        raise ValueError(f"--per-round must be {plan.per_round}, by which the plan divides noisy sums (got {reports})")
-    if (helper is None) != (plan.sums is None):
-        raise ValueError(f"`helper` must be {'given' if helper is None else 'None'}: the plan says how sums are made")
+    room, by_noise, needed = plan.ring.clients or math.inf, plan.per_round, "given" if helper is None else "None"
+    rules = {
+        f"--per-round must be at most {room}, for which sums have room (got {reports})": (reports or 0) <= room,
+        f"--per-round must be {by_noise}, by which the plan divides noisy sums (got {reports})": (
+            by_noise is None or reports in (None, by_noise)
+        ),
+        f"`helper` must be {needed}: the plan says how sums are made": (helper is None) == (plan.protocol == "open"),
+    }
+    check_rules(rules)
     with folder.lock():
         noise = _noise_of(plan, start.algorithm, pace, say)
         facts = begin_run(folder, plan.digest, {"made_by": "devices", "seed": seed, "noise": noise}, resume)
@@ -161,13 +166,13 @@ def _noise_of(plan: ServedPlan, algorithm: Algorithm, pace: Pace, say: Say) -> d
         allows would have less than is promised.
     """
     share = share_of_noise(algorithm)
-    if plan.variance != (None if share is None else share.variance) or (plan.delta is None) != (share is None):
+    if (plan.noise and plan.noise.variance) != (share and share.variance):
         raise StorageError("the noise that the plan's devices add is not that of the algorithm; make the bundle again")
-    if share is None or plan.delta is None:
+    if share is None or plan.noise is None:
         return None
     if plan.least < share.least:
         raise StorageError(f"`least` of the plan is {plan.least}; the noise is promised for {share.least} reports")
-    delta = plan.delta
+    delta = plan.noise.delta
     promised = epsilon_of([share.release(1.0, plan.rounds)], delta)
     say(
         f"privacy: devices add noise; epsilon is {promised:.3g} at delta {delta:g} after {plan.rounds} rounds, while "
@@ -215,8 +220,8 @@ class _Rounds:
             "bytes_sent": counts["sent"],
             "bytes_received": counts["received"],
         }
-        if (share := share_of_noise(training.algorithm)) is not None and self.plan.delta is not None:
-            record["epsilon"] = epsilon_of([share.release(1.0, training.done)], self.plan.delta)
+        if (share := share_of_noise(training.algorithm)) is not None and self.plan.noise is not None:
+            record["epsilon"] = epsilon_of([share.release(1.0, training.done)], self.plan.noise.delta)
         training.record(record)
         training.checkpoint()
         current.spool.path.unlink()
@@ -280,7 +285,7 @@ class _Rounds:
                 self._await_reports(current, needed, end)
                 batch_size = len(current.spool)
                 self._write_batch(current, batch_size)
-            if self.plan.sums is None or self.helper is None:
+            if self.helper is None:
                 return self._add_open(current.spool, batch_size), batch_size, batch_size
             try:
                 answer = self._ask_helper(self.helper, current, batch_size, end)
@@ -291,7 +296,7 @@ class _Rounds:
                 needed, batch_size = batch_size + 1, None
                 current.closes_at = max(current.closes_at, needed)
                 continue
-            total, counted = unmask(self.plan.sums, current.spool.reports(batch_size), answer, batch_size)
+            total, counted = unmask(self.plan, current.spool.reports(batch_size), answer, batch_size)
             return total, batch_size, counted
 
     def _await_reports(self, current: OpenRound, needed: int, end: float) -> None:

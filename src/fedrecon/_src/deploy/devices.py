@@ -21,15 +21,14 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import numpy as np
-from annotated_types import Gt
-from pydantic import AliasPath, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from fedrecon._src.core.checks import check_number, explain_validation
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.deploy.admission import AdmissionError, Budgets, device_of
 from fedrecon._src.deploy.http_server import (
     ROUNDS,
@@ -41,102 +40,10 @@ from fedrecon._src.deploy.http_server import (
 )
 from fedrecon._src.deploy.registry import MAX_SECONDS
 from fedrecon._src.deploy.tasks import DIGEST, MAC_BYTES, NAME_BYTES, NodeTask
-from fedrecon._src.privacy.secure_sum.two_servers import OWNER, Spool, SumPlan, read_sum_plan
-from fedrecon._src.server.fixed_point import ClientNoise
-from fedrecon._src.storage.atomic import StorageError, read_bytes
+from fedrecon._src.privacy.secure_sum.two_servers import OWNER, ServedPlan, Spool
 
-MOST_PLAN = 2**24  # bytes
 REQUESTS_PER_SECOND, BURST = 1.0, 30.0  # of one device
 COUNTED = "reports-{}.counted"  # by day, in the run's folder: the owners of the day's reports, 16 bytes each
-
-
-def _at(*path: Any) -> Any:
-    """Say where in a plan a field is."""
-    return Field(validation_alias=AliasPath(*path))
-
-
-Count = Annotated[int, Gt(0)]
-
-
-@with_config(ConfigDict(strict=True))
-@dataclass(frozen=True, kw_only=True)
-class ServedPlan:
-    """What the coordinator needs to know of a device plan.
-
-    Attributes:
-      format: of the plan.
-      protocol: how sums are made.
-      algorithm: the digest of the algorithm.
-      rounds: how many.
-      length: of a vector.
-      dtype: of its entries.
-      least: the fewest reports of a sum.
-      reports_per_day: the most that one device may send.
-      sums: what the helper knows of it; None if sums are open.
-      clients: the most reports that the ring has room for; None if sums are not those of a ring.
-      added: the fields of `ClientNoise`, what devices add together; None without.
-      variance: of the noise that a device adds; None without.
-      delta: of what the noise promises; None without.
-      left_out: where the whole vector has numbers that devices do not send, since the server leaves what they are
-        about as it is: the first place, and how many.
-      content: the plan, as devices have it.
-    """
-
-    format: Literal["fedrecon-device-plan"]
-    protocol: Annotated[Literal["open", "two-servers"], _at("sum", "protocol")]
-    algorithm: str
-    rounds: Count
-    length: Annotated[Count, _at("vector", "length")]
-    dtype: Annotated[Literal["uint32", "float32"], _at("vector", "dtype")]
-    least: Annotated[Count, _at("sum", "least")]
-    reports_per_day: Annotated[Count, _at("limits", "reports_per_day")]
-    clients: Annotated[int | None, _at("aggregator", "settings", "clients")] = None
-    added: Annotated[tuple[float, float, int, Any, bool] | None, _at("aggregator", "settings", "noise")] = None
-    variance: Annotated[float | None, _at("noise", "variance")] = None
-    delta: Annotated[float | None, _at("noise", "delta")] = None
-    left_out: Annotated[tuple[tuple[int, int], ...], _at("vector", "left_out")] = ()
-    content: bytes = b""
-    sums: SumPlan | None = None
-
-    @property
-    def per_round(self) -> int | None:
-        """With noise: how many reports close a round; None without."""
-        return None if self.added is None else max(round(ClientNoise(*self.added).per_round), self.least)
-
-    def complete(self, total: np.ndarray) -> np.ndarray:
-        """Return a sum of vectors with zeros where devices send nothing."""
-        for begin, length in self.left_out:
-            total = np.concatenate([total[:begin], np.zeros(length, total.dtype), total[begin:]])
-        return total
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 of the plan."""
-        return hashlib.sha256(self.content).hexdigest()
-
-    @property
-    def report_bytes(self) -> int:
-        """The size of every report."""
-        return 4 * self.length if self.sums is None else self.sums.report_bytes
-
-
-_PLAN = TypeAdapter(ServedPlan)
-
-
-def read_served_plan(bundle: Path) -> ServedPlan:
-    """Read the plan in a bundle.
-
-    Raises:
-      StorageError: there is none, or it makes no sense.
-    """
-    file = bundle / "plan.json"
-    content = read_bytes(file, MOST_PLAN)
-    try:
-        plan = _PLAN.validate_json(content)
-    except ValidationError as error:
-        problem = f"{file} is not a device plan; make one with fedrecon bundle RUN --train"
-        raise StorageError(f"{problem} ({explain_validation(error)})") from None
-    return dataclasses.replace(plan, content=content, sums=read_sum_plan(file) if plan.protocol != "open" else None)
 
 
 @dataclass(frozen=True)

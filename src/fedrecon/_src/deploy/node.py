@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from pydantic import TypeAdapter
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import client_total, total_shapes
@@ -131,16 +132,14 @@ class Memory:
     def _read(self, file: Path) -> None:
         try:
             values = read_manifest(file, FORMAT)
-            for name in SAVED:
-                setattr(self, name, values[name])
-            self.promises = None if values["promises"] is None else Promises(**values["promises"])
-            self.ended, self.answers = list(self.ended), {str(plan): int(n) for plan, n in self.answers.items()}
-            self.round, self.tries, self.questions = int(self.round), int(self.tries), int(self.questions)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            saved = _MEMORY.validate_python({name: values[name] for name in SAVED})
+            vars(self).update({name: getattr(saved, name) for name in SAVED})
+        except (ValueError, KeyError) as error:
             advice = "This file says which plan the node accepted; check it, and remove it to accept a plan again"
             raise StorageError(f"{error}. {advice}") from None
 
 
+_MEMORY = TypeAdapter(Memory)
 SAVED = [field.name for field in dataclasses.fields(Memory) if field.name != "folder"]
 LASTING = ("not_accepted", "weaker_plan", "wrong_plan")  # refusals that asking again would not change
 MAX_REASON = 500  # characters of why a training failed

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -28,7 +28,7 @@ from fedrecon._src.privacy.ledger import NOT_COVERED
 from fedrecon._src.recommend.config import ConfigError, Rule, check_config, enforce
 from fedrecon._src.recommend.round_zero import Result, RoundZero
 from fedrecon._src.recommend.tasks import Users
-from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
+from fedrecon._src.simulation.evaluation import Evaluator
 from fedrecon._src.storage.atomic import StorageError, read_bytes, write_bytes
 from fedrecon._src.storage.ownership import check_names
 
@@ -241,10 +241,6 @@ class Plan(PlanOptions, abc.ABC):
     @abc.abstractmethod
     def watch(self, say: Say) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record and warns when something goes wrong."""
-
-    @abc.abstractmethod
-    def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
-        """Say why a run has failed; None if it has not."""
 
     @classmethod
     @abc.abstractmethod

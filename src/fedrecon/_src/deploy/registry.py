@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_numbers
 from fedrecon._src.core.display import Say
 from fedrecon._src.deploy.messages import MOST_HEADER, Envelope, Failure, pack, unpack
 from fedrecon._src.deploy.plan import Plan
@@ -56,10 +56,9 @@ class Pace:
     def __post_init__(self) -> None:
         """Check the settings."""
         check_number("oversample", self.oversample, least=1, most=1000)
-        for name in ("min_nodes", "checkpoint_every"):
-            check_number(name, getattr(self, name), least=1, most=MAX_COUNT)
-        for name in ("deadline", "stage_deadline", "patience"):
-            check_number(name, getattr(self, name), least=1e-3, most=MAX_SECONDS)
+        times = {name: getattr(self, name) for name in ("deadline", "stage_deadline", "patience")}
+        check_numbers({"min_nodes": self.min_nodes, "checkpoint_every": self.checkpoint_every}, least=1, most=MAX_COUNT)
+        check_numbers(times, least=1e-3, most=MAX_SECONDS)
         check_number("per_round", self.per_round, least=self.min_nodes)
 
 
@@ -185,5 +184,4 @@ class NodeRegistry:
 
     def finish(self, nodes: list[int], message: Envelope, seconds: float) -> None:
         """Give nodes the trained model, for their owners."""
-        requests, read = dict.fromkeys(nodes, message), lambda request, data: open_reply(data, request, MOST_HEADER)
-        self.channel.collect(requests, read, len(nodes), seconds)
+        self.channel.collect(dict.fromkeys(nodes, message), len(nodes), seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,10 +29,10 @@ from fedrecon._src.recommend.protection import Population, build_private, build_
 from fedrecon._src.recommend.recipe import make_evaluator
 from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
 from fedrecon._src.recommend.saved_models import SavedModel
-from fedrecon._src.recommend.stopping import warn_of_divergence, why_failed
+from fedrecon._src.recommend.stopping import warn_of_divergence
 from fedrecon._src.recommend.task import split_users
 from fedrecon._src.recommend.tasks import Task, Users, build_algorithm, task_of
-from fedrecon._src.simulation.evaluation import Evaluation, Evaluator
+from fedrecon._src.simulation.evaluation import Evaluator
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,10 +105,6 @@ class SettingsPlan(Plan):
     def watch(self, say: Say) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that looks at every record."""
         return warn_of_divergence(self.config, self.task, say)
-
-    def why_failed(self, history: Sequence[Mapping[str, Any]], test: Evaluation | None = None) -> str | None:
-        """Say why a run has failed."""
-        return why_failed(history, self.task, test)
 
     def read_file(
         self, path: str | Path, reading: Reading | None = None, least: int = 1, progress: Progress = silent
@@ -202,7 +198,7 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
 
 def _without_places(data: Any) -> Any:
     """Return settings of data that name no file: a node reads its own, as its own options say."""
-    removed = {"source": "", "items": None, "word_count": None}
+    removed = {"source": "", "word_count": None}
     return dataclasses.replace(data, **{name: value for name, value in removed.items() if hasattr(data, name)})
 
 

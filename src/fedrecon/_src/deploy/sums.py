@@ -11,10 +11,20 @@ import numpy as np
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.model import Model, evaluated_names, finish
 from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.core.wire import SLACK, nbytes
 from fedrecon._src.deploy import admission
-from fedrecon._src.deploy.messages import TRAIN, Envelope, Failure, pack_pair, purpose_of, question_number
+from fedrecon._src.deploy.messages import (
+    MOST_HEADER,
+    TRAIN,
+    Envelope,
+    Failure,
+    pack_pair,
+    purpose_of,
+    question_number,
+    read_tree,
+)
 from fedrecon._src.deploy.plan import Plan
-from fedrecon._src.deploy.transport import Channel, Replies, open_reply, read_arrays
+from fedrecon._src.deploy.transport import Channel, Replies
 from fedrecon._src.privacy import ring
 from fedrecon._src.simulation.evaluation import QUANTILES, Evaluation, summarize
 
@@ -52,10 +62,9 @@ def open_sum(
     plan: Plan, channel: Channel, question: Envelope, nodes: Sequence[int], enough: int, seconds: float
 ) -> NodeSum:
     """Collect the sums of nodes, which the server sees."""
-    like = shapes_of(plan, purpose_of(question))
-    replies = channel.collect(
-        dict.fromkeys(nodes, question), lambda request, data: read_arrays(data, request, like), enough, seconds
-    )
+    like, requests = shapes_of(plan, purpose_of(question)), dict.fromkeys(nodes, question)
+    most = nbytes(like) + SLACK + MOST_HEADER
+    replies = channel.collect(requests, enough, seconds, most, lambda body: read_tree(body, like))
     answered = sorted(replies.good)
     return NodeSum([replies.good[node] for node in answered], answered, replies)
 
@@ -92,7 +101,7 @@ def secure_sum_of(
             by_number[k]: question._replace(kind=kind, facts={**facts, "me": k} if facts else {}, body=body)
             for k, body in bodies.items()
         }
-        answers = channel.collect(requests, lambda request, data: open_reply(data, request, most), len(bodies), seconds)
+        answers = channel.collect(requests, len(bodies), seconds, most)
         replies.add(answers)
         return [(numbers[node], body) for node, body in sorted(answers.good.items())]
 
@@ -116,9 +125,13 @@ def secure_sum_of(
 # ---- numbers as integers ----
 
 
-def ring_grid(plan: Plan, limit: float | None = None) -> ring.IntegerGrid:
-    """Return what integers stand for in the secure sums of a plan."""
-    return ring.grid(plan.limit if limit is None else limit, plan.most_nodes, bits=BITS)
+def ring_grids(plan: Plan, wide: bool = False) -> list[tuple[float, ring.IntegerGrid]]:
+    """Return what the integers of each number stand for in the secure sums of a plan, coarse ones first, by unit.
+
+    A wide number is two integers, whole multiples of `WIDE_UNIT` and the rest: for sums of very different size.
+    """
+    limits = {WIDE_UNIT: WIDE_LIMIT / WIDE_UNIT, 1.0: WIDE_UNIT} if wide else {1.0: plan.limit}
+    return [(unit, ring.grid(limit, plan.most_nodes, bits=BITS)) for unit, limit in limits.items()]
 
 
 def bits_of(like: Any) -> int:
@@ -143,8 +156,7 @@ def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:
     Args:
       plan: whose secure sums these are for.
       tree: the arrays.
-      wide: write every number as two integers, whole multiples of `WIDE_UNIT` and the rest: for sums of very different
-        size.
+      wide: write every number as two integers.
 
     Raises:
       Failure: a number is not finite, or is beyond the limit, where it would change silently.
@@ -156,32 +168,26 @@ def to_integers(plan: Plan, tree: Any, wide: bool = False) -> np.ndarray:
     values = np.concatenate(flat, dtype=np.float64)
     if not np.isfinite(values).all() or np.abs(values).max(initial=0) > limit:
         raise Failure("beyond_limit", f"a sum of this node has a number beyond the plan's limit of {limit:g}")
-    if not wide:
-        return ring.quantise(ring_grid(plan), values).astype("<u8")
-    high = np.rint(values / WIDE_UNIT)
-    halves = zip(_wide_grids(plan), (high, values - WIDE_UNIT * high), strict=True)
-    return np.concatenate([ring.quantise(grid, half).astype("<u8") for grid, half in halves])
+    integers = []
+    for unit, grid in ring_grids(plan, wide):
+        multiples = values if unit == 1 else np.rint(values / unit)
+        integers.append(ring.quantise(grid, multiples).astype("<u8"))
+        values = values - unit * multiples
+    return np.concatenate(integers)
 
 
 def from_integers(plan: Plan, total: np.ndarray, like: T, wide: bool = False) -> T:
     """Read a sum of integers as a tree of arrays."""
-    if _in_ring(like):
-        values = total
-    elif wide:
-        halves = zip(_wide_grids(plan), np.split(total, 2), strict=True)
-        high, low = (np.asarray(ring.restore(grid, half), np.float64) for grid, half in halves)
-        values = WIDE_UNIT * high + low
-    else:
-        values = np.asarray(ring.restore(ring_grid(plan), total), np.float64)
+    values = total
+    if not _in_ring(like):
+        grids = ring_grids(plan, wide)
+        parts = zip(grids, np.split(total, len(grids)), strict=True)
+        values = sum(unit * ring.restore(grid, part) for (unit, grid), part in parts)
     leaves, structure = flatten(like)
     ends = np.cumsum([int(np.prod(leaves[path].shape)) for path in sorted(leaves)])
     pieces = dict(zip(sorted(leaves), np.split(values, ends[:-1]), strict=True))
     arrays = {path: pieces[path].reshape(leaf.shape).astype(leaf.dtype) for path, leaf in leaves.items()}
     return unflatten(structure, arrays)
-
-
-def _wide_grids(plan: Plan) -> tuple[ring.IntegerGrid, ring.IntegerGrid]:
-    return ring_grid(plan, WIDE_LIMIT / WIDE_UNIT), ring_grid(plan, WIDE_UNIT)
 
 
 # ---- evaluation as sums: what nodes say about their held-out users ----

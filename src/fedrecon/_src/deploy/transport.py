@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fedrecon._src.core.display import Say
-from fedrecon._src.core.wire import SLACK, nbytes
-from fedrecon._src.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, pack, read_tree, unpack
+from fedrecon._src.deploy.messages import MOST_HEADER, REFUSED, Envelope, Failure, pack, unpack
 
 
 class Reply(NamedTuple):
@@ -182,15 +181,21 @@ class Channel(NamedTuple):
     clock: Clock
 
     def collect(
-        self, requests: Mapping[int, Envelope], read: Callable[[Envelope, bytes], Any], enough: int, seconds: float
+        self,
+        requests: Mapping[int, Envelope],
+        enough: int,
+        seconds: float,
+        max_bytes: int = MOST_HEADER,
+        read: Callable[[bytes], Any] = bytes,
     ) -> Replies:
         """Send each node its request, and wait until enough have given a good reply, others are gone, or time is up.
 
         Args:
           requests: by node.
-          read: reads the reply to a request, or raises `Failure`.
           enough: how many good replies are enough.
           seconds: how long to wait.
+          max_bytes: the size of the largest reply that is read.
+          read: reads the body of a reply, or raises `Failure`.
         """
         replies, began = Replies(), self.clock.monotonic()
         waiting: dict[Any, int] = {}
@@ -209,7 +214,7 @@ class Channel(NamedTuple):
                 try:
                     data = reply.content()
                     replies.received += len(data)
-                    replies.good[node] = read(requests[node], data)
+                    replies.good[node] = read(open_reply(data, requests[node], max_bytes))
                 except Failure as failure:
                     replies.failed[node] = failure.reason
             elapsed = self.clock.monotonic() - began
@@ -244,15 +249,6 @@ def open_reply(data: bytes, request: Envelope, max_bytes: int) -> bytes:
     if (reply.run, reply.round) != (request.run, request.round):
         raise Failure("old_round", "the reply is for another round")
     return reply.body
-
-
-def read_arrays(data: bytes, request: Envelope, like: Any) -> Any:
-    """Return the arrays in a node's reply, all of them finite.
-
-    Raises:
-      Failure: the arrays are not the expected ones, or not finite.
-    """
-    return read_tree(open_reply(data, request, nbytes(like) + SLACK + MOST_HEADER), like)
 
 
 # ---- Unix sockets: what lies between our processes and those that Flower starts (`examples/flower`). Frames are those

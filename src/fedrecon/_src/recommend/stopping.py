@@ -180,7 +180,7 @@ def _why_skipped(record: Mapping[str, Any], config: Config, task: Task[Any, Any,
     sampling = config.sampling
     if sampling.poisson and "invited" not in record:
         return f"the mean of the updates is not finite, or nobody took part. {advice}"
-    invited, few, dropped = (record[name] for name in ("invited", "too_small", "dropped"))
+    invited, few, dropped = record["invited"], record.get("too_small", 0), record["dropped"]  # no node is too small
     if few == invited:
         return f"all {invited} invited {task.people} have fewer than --sampling.min-examples {sampling.min_examples}"
     if few + dropped == invited:

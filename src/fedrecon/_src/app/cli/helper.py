@@ -59,10 +59,10 @@ def run(args: Helper) -> int:
     from fedrecon._src.deploy.helper_server import HelperApi
     from fedrecon._src.deploy.http_server import Tls, parse_address, run_service
     from fedrecon._src.privacy.secure_sum.two_servers import Helper as Answers
-    from fedrecon._src.privacy.secure_sum.two_servers import read_sum_plan
+    from fedrecon._src.privacy.secure_sum.two_servers import read_served_plan
     from fedrecon._src.storage.ownership import LOCK, file_lock
 
-    plan, address, tls = read_sum_plan(args.plan), parse_address(args.listen), None
+    plan, address, tls = read_served_plan(args.plan), parse_address(args.listen), None
     if args.keys is None:
         show.alarm("--insecure: nothing is encrypted")
     else:
@@ -73,6 +73,6 @@ def run(args: Helper) -> int:
     with file_lock(args.state / LOCK, f"what the helper remembers in {args.state}"):
         api = HelperApi(Answers(plan, read_helper(args.key), args.state), Verifier(read_registry(args.coordinator)))
         with run_service(api, address, tls), contextlib.suppress(KeyboardInterrupt):
-            show.remark(f"plan {plan.digest.hex()}; sums of {plan.least} reports or more, asked for at {args.listen}")
+            show.remark(f"plan {plan.digest}; sums of {plan.least} reports or more, asked for at {args.listen}")
             threading.Event().wait()
     return 0

@@ -29,14 +29,18 @@ References: Corrigan-Gibbs and Boneh, Prio, NSDI 2017 (sums of shares at two ser
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Gt, Len
+from pydantic import AliasPath, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
+from fedrecon._src.core.checks import check_rules, explain_validation
 from fedrecon._src.privacy.secure_sum.terms import MessageError, Refusal, SecureSumError
 from fedrecon._src.storage.atomic import StorageError, read_bytes, sync
 from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
@@ -56,60 +60,132 @@ class TooFewReports(SecureSumError):
     """Too few reports of a batch can be opened. Nothing is known of them: more of the same batch may follow."""
 
 
-class SumPlan(NamedTuple):
-    """What the two servers need to know of a device plan.
+def _at(*path: Any) -> Any:
+    """Say where in a plan a field is."""
+    return Field(validation_alias=AliasPath(*path))
+
+
+Count = Annotated[int, Gt(0)]
+
+
+@dataclass(frozen=True)
+class PromisedNoise:
+    """The noise of each device: its variance, and the delta of what it promises."""
+
+    variance: float
+    delta: float
+
+
+@dataclass(frozen=True)
+class RingSettings:
+    """Settings of an aggregator: the most reports that its ring has room for, and the fields of `ClientNoise`."""
+
+    clients: int | None = None
+    noise: tuple[float, float, int, Any, bool] | None = None
+
+
+@dataclass(frozen=True)
+class AggregatorRecipe:
+    """How an aggregator is made, as far as the servers need to know."""
+
+    settings: RingSettings
+
+
+@with_config(ConfigDict(strict=True, val_json_bytes="hex"))
+@dataclass(frozen=True, kw_only=True)
+class ServedPlan:
+    """What the two servers, or the coordinator alone, need to know of a device plan.
 
     Attributes:
-      digest: the SHA-256 of the plan, 32 bytes.
-      length: of a vector.
-      bits: of the ring.
-      least: the fewest reports of a sum.
-      helper: the helper's public key, 32 bytes.
+      format: of the plan.
+      protocol: how sums are made.
+      algorithm: the digest of the algorithm.
       rounds: how many a run has at most.
+      length: of a vector.
+      dtype: of its entries.
+      least: the fewest reports of a sum.
+      reports_per_day: the most that one device may send.
+      bits: of the ring.
+      helper: the helper's public key, 32 bytes; None if sums are open.
+      aggregator: what makes sums; None if that is not known.
+      noise: what a device adds; None without.
+      left_out: where the whole vector has numbers that devices do not send, since the server leaves what they are
+        about as it is: the first place, and how many.
+      content: the plan, as devices have it.
     """
 
-    digest: bytes
-    length: int
-    bits: int
-    least: int
-    helper: bytes
-    rounds: int
+    format: Literal["fedrecon-device-plan"]
+    protocol: Annotated[Literal["open", "two-servers"], _at("sum", "protocol")]
+    algorithm: str
+    rounds: Count
+    length: Annotated[Count, _at("vector", "length")]
+    dtype: Annotated[Literal["uint32", "float32"], _at("vector", "dtype")]
+    least: Annotated[Count, _at("sum", "least")]
+    reports_per_day: Annotated[Count, _at("limits", "reports_per_day")]
+    bits: Annotated[Literal[20, 24, 32], _at("sum", "bits")]
+    helper: Annotated[Annotated[bytes, Len(32, 32)] | None, _at("sum", "helper")] = None
+    aggregator: AggregatorRecipe | None = None
+    noise: PromisedNoise | None = None
+    left_out: Annotated[tuple[tuple[int, int], ...], _at("vector", "left_out")] = ()
+    content: bytes = b""
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the plan."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def ring(self) -> RingSettings:
+        """How sums are made, as far as that is known."""
+        return RingSettings() if self.aggregator is None else self.aggregator.settings
+
+    @property
+    def per_round(self) -> int | None:
+        """With noise: how many reports close a round (`ClientNoise.per_round`); None without."""
+        return None if self.ring.noise is None else max(round(self.ring.noise[1]), self.least)
 
     @property
     def report_bytes(self) -> int:
         """The size of every report."""
-        return RECORD + sealing.packed_size(self.length, self.bits)
+        return 4 * self.length if self.protocol == "open" else RECORD + sealing.packed_size(self.length, self.bits)
 
     def purpose(self, run: str, number: int, batch: bytes, broadcast: str) -> Purpose:
         """Return what the reports of a batch are for: answers to one broadcast, of which this is the SHA-256."""
-        return Purpose(self.digest, f"{run} {broadcast}", batch, number, self.length)
+        return Purpose(bytes.fromhex(self.digest), f"{run} {broadcast}", batch, number, self.length)
+
+    def complete(self, total: np.ndarray) -> np.ndarray:
+        """Return a sum of vectors with zeros where devices send nothing."""
+        for begin, length in self.left_out:
+            total = np.concatenate([total[:begin], np.zeros(length, total.dtype), total[begin:]])
+        return total
 
 
-def read_sum_plan(path: Path) -> SumPlan:
-    """Read what a device plan says about its sums.
+_PLAN = TypeAdapter(ServedPlan)
+
+
+def read_served_plan(path: Path) -> ServedPlan:
+    """Read a device plan.
 
     Args:
       path: `plan.json`, or a bundle that has one.
 
     Raises:
-      StorageError: it is not a device plan, its sums do not need a helper, or a single report would be a sum.
+      StorageError: there is none, it makes no sense, or a single report would be a sum.
     """
     file = path / "plan.json" if path.is_dir() else path
-    data = read_bytes(file, MOST_PLAN)
+    content, is_no_plan = read_bytes(file, MOST_PLAN), f"{file} is not a device plan"
     try:
-        plan = json.loads(data)
-        about, helper = plan["sum"], bytes.fromhex(plan["sum"]["helper"])
-        length, bits, least, rounds = plan["vector"]["length"], about["bits"], about["least"], plan["rounds"]
-        kind = (plan["format"], about["protocol"], len(helper))
-        good = kind == ("fedrecon-device-plan", "two-servers", 32) and bits in sealing.BITS
-        good = good and all(type(value) is int and value > 0 for value in (length, bits, least, rounds))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        good = False
-    if not good:
-        raise StorageError(f"{file} is not a device plan whose sums are made by two servers")
-    if least < 2:
-        raise StorageError(f"`least` in {file} must be at least 2 (got {least}): the sum of one report is the report")
-    return SumPlan(hashlib.sha256(data).digest(), length, bits, least, helper, rounds)
+        plan = replace(_PLAN.validate_json(content), content=content)
+    except ValidationError as error:
+        advice = f"make one with fedrecon bundle RUN --train ({explain_validation(error)})"
+        raise StorageError(f"{is_no_plan}; {advice}") from None
+    is_open, one = plan.protocol == "open", "the sum of one report is the report"
+    rules = {
+        f"{is_no_plan}: sums that are made by two servers, and no others, need a helper": is_open != bool(plan.helper),
+        f"`least` in {file} must be at least 2 (got {plan.least}): {one}": is_open or plan.least > 1,
+    }
+    check_rules(rules, StorageError)
+    return plan
 
 
 # ---- the helper ----
@@ -118,7 +194,7 @@ def read_sum_plan(path: Path) -> SumPlan:
 class Helper:
     """The second server: it opens seeds, adds up their masks, and never sees a vector."""
 
-    def __init__(self, plan: SumPlan, private: X25519PrivateKey, folder: Path):
+    def __init__(self, plan: ServedPlan, private: X25519PrivateKey, folder: Path):
         """Continue from the memory in a folder; one process at a time may use it.
 
         Raises:
@@ -127,13 +203,14 @@ class Helper:
         self.plan, self._private, self._file = plan, private, folder / MEMORY
         self.public = private.public_key().public_bytes_raw()
         if self.public != plan.helper:
-            raise StorageError(f"the plan names the helper {plan.helper.hex()}, and this one is {self.public.hex()}")
+            named = None if plan.helper is None else plan.helper.hex()
+            raise StorageError(f"the plan names the helper {named}, and this one is {self.public.hex()}")
         self._runs: dict[str, dict[str, Any]] = {}  # by run: the newest round that was answered, and the request
         self._latest: tuple[tuple[str, int, str], bytes] | None = None  # an answer that may be asked for again
         if self._file.exists():
             memory = read_manifest(self._file, MEMORY_FORMAT)
-            if memory["plan"] != plan.digest.hex():
-                raise StorageError(f"{self._file} is of the plan {memory['plan'][:16]}, not {plan.digest.hex()[:16]}")
+            if memory["plan"] != plan.digest:
+                raise StorageError(f"{self._file} is of the plan {memory['plan'][:16]}, not {plan.digest[:16]}")
             self._runs = memory["runs"]
 
     def answer(self, run: str, number: int, batch: bytes, records: bytes, broadcast: str) -> bytes:
@@ -170,7 +247,7 @@ class Helper:
             counts = f"{len(readable)} of {len(seeds)} reports can be opened"
             raise TooFewReports(f"{counts}, and {self.plan.least} are needed")
         self._runs[run] = {"round": number, "request": request}
-        write_manifest(self._file, MEMORY_FORMAT, {"plan": self.plan.digest.hex(), "runs": self._runs}, mode=0o600)
+        write_manifest(self._file, MEMORY_FORMAT, {"plan": self.plan.digest, "runs": self._runs}, mode=0o600)
         sync(self._file.parent)
         total = np.zeros(self.plan.length, np.uint32)
         for seed in readable:
@@ -259,7 +336,7 @@ class Spool:
         self._file.close()
 
 
-def unmask(plan: SumPlan, reports: Iterable[bytes], answer: bytes, count: int) -> tuple[np.ndarray, int]:
+def unmask(plan: ServedPlan, reports: Iterable[bytes], answer: bytes, count: int) -> tuple[np.ndarray, int]:
     """Return the sum of the reports that the helper included, modulo 2**bits, and how many these are.
 
     Args:
