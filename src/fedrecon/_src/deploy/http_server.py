@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -19,9 +20,10 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -84,6 +86,21 @@ def parse_address(text: str, option: str = "--listen", least: int = 1) -> tuple[
     return host.strip("[]"), number
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Why a request was refused, as RFC 9457 writes it.
+
+    Attributes:
+      type: a word that says why, after `urn:fedrecon:`.
+      status: the response's.
+      detail: a sentence.
+    """
+
+    type: Annotated[str, Field(pattern="^urn:fedrecon:[a-z-]+$")]
+    status: Annotated[int, Field(ge=400, lt=500)]
+    detail: str
+
+
 class RequestError(HTTPException):
     """A request that is refused."""
 
@@ -115,7 +132,7 @@ class Service:
         kind = getattr(problem, "kind", detail.lower().replace(" ", "-"))  # or there is no such path or method
         self.problems[kind] += 1
         await self._discard_body(request)
-        content = {"type": f"urn:fedrecon:{kind}", "status": status, "detail": detail}
+        content = dataclasses.asdict(Problem(f"urn:fedrecon:{kind}", status, detail))
         headers = {**({} if status == 404 else {"Connection": "close"}), **(problem.headers or {})}
         return JSONResponse(content, status, headers, "application/problem+json")
 
