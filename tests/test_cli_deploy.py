@@ -394,7 +394,7 @@ def test_keys_makes_a_secret_for_tokens_and_keys_of_a_helper_once(tmp_path, caps
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("tokens.key", "helper.key")] == [0o600] * 2
     assert main(["keys", str(tmp_path), "--tokens"]) == 1
     assert "never replaced" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="is not a helper's key"):
+    with pytest.raises(ValueError, match="is not a PEM file with a helper's key"):
         read_helper(tmp_path / "server.key")
     (tmp_path / "tokens.key").write_text("short")
     with pytest.raises(ValueError, match="hexadecimal"):

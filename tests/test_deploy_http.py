@@ -322,9 +322,9 @@ def test_nobody_waits_for_a_node_that_is_gone(monkeypatch):
     board.begin_poll(south)
     board.end_poll(south, lost=True)
     requests = dict.fromkeys((north, south), Envelope("train", "plan", "run", 0))
-    replies = Channel(board, board).collect(requests, lambda request, data: data, 2, seconds=60.0)
+    replies = Channel(board, board).collect(requests, 2, seconds=60.0)
     assert (replies.failed, replies.late) == ({south: "unreachable"}, [north])
     now[0], began = 2000.0, 2000.0
-    replies = Channel(board, board).collect({south: requests[south]}, lambda request, data: data, 1, seconds=60.0)
+    replies = Channel(board, board).collect({south: requests[south]}, 1, seconds=60.0)
     assert replies.failed == {south: "unreachable"}
     assert 5 < now[0] - began < 9

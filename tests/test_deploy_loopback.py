@@ -295,7 +295,7 @@ def test_a_hundred_nodes_complete_a_round_without_leaks(monkeypatch):
         def node():
             connection = Connection(f"http://127.0.0.1:{port}", Ed25519PrivateKey.generate(), None)
             with contextlib.closing(connection):
-                run_node(connection, lambda data: data[-20_000:], max_bytes=lambda: 2**20, stop=stop.is_set)
+                run_node(connection, bytes, max_bytes=lambda: 2**20, stop=stop.is_set)
 
         threads = [threading.Thread(target=node, daemon=True) for _ in range(count)]
         for thread in threads:
@@ -306,10 +306,8 @@ def test_a_hundred_nodes_complete_a_round_without_leaks(monkeypatch):
         channel = Channel(board, board)
         for number in range(rounds):
             request = Envelope("train", "plan", "run", number, {}, os.urandom(20_000))
-            replies = channel.collect(
-                dict.fromkeys(board.nodes(), request), lambda asked, data: data == asked.body, count, LONGEST
-            )
-            assert (list(replies.good.values()), replies.failed, replies.late) == ([True] * count, {}, [])
+            replies = channel.collect(dict.fromkeys(board.nodes(), request), count, LONGEST, 2**20)
+            assert (list(replies.good.values()), replies.failed, replies.late) == ([request.body] * count, {}, [])
             assert not any(entry.data for entry in board._entries.values())
         stop.set()
     for thread in threads:
