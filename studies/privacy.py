@@ -62,21 +62,20 @@ def prepare(job: Job, data: RatingsData, seed: int) -> tuple[Ready, Protection]:
     population = None if job.population is None else Population(*job.population)
     users, items = Users(*data.divide("unseen", seed)), Items(np.asarray(data.ratings.item_ids))
     ready = RATINGS.prepare(config, data.ratings, users, items, population)
-    return ready, protect(ready.config, ready.model, len(users.train), released=ready.releases, population=population)
+    return ready, protect(ready, population=population)
 
 
 def make_algorithms(method: str, ready: Ready, protection: Protection) -> tuple[fr.Algorithm, fr.Algorithm]:
     """Return what trains and what serves users: for `global`, users' embeddings and biases are tables on the server."""
     config, clients = protection.config, ready.users.train
     assert isinstance(config, RatingsConfig)
-    examples = clients.num_examples if protection.examples is None else protection.examples
     if method == "fedrecon":
-        algorithm = build_algorithm(config, ready.model, examples, protection.aggregator)
+        algorithm = build_algorithm(config, ready.model, protection.examples, protection.aggregator)
         return algorithm, algorithm
     ridges: Any = ridges_of(config)
     priors = {"*item_embedding": config.model.prior, "*user_embedding": 2 * ridges["*"]}
     priors |= {f"*{name}": 2 * float(np.mean(ridges[name])) for name in ("user_bias", "user_traits")}
-    server = with_prior(build_server(config.server, config.rounds), priors, examples=examples)
+    server = with_prior(build_server(config.server, config.rounds), priors, examples=protection.examples)
     update = build_descent(Update(learning_rate=1.0, steps=1, batch_size=MAX_EXAMPLES))
     rebuild = build_reconstruction(config.reconstruct, ridges)
     training = fr.federated_averaging(

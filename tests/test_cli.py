@@ -211,6 +211,29 @@ def test_an_existing_run_is_neither_replaced_nor_mixed_with_another(trained, tmp
     assert (run / "run.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (
+            ["train", "x", "--out", "y", "--preset", "fast"],
+            "--preset: must be one of default, quick, paper for",
+        ),
+        (["train", "x", "--out", "y", "--task", "films"], "--task: must be one of ratings, clicks, text"),
+        (["tune", "x", "--out", "y", "--budget", "soon"], "--budget: must be a duration such as 90s"),
+        (["recommend", "x", "--ratings", "y", "-n", "0"], "-n (--top): Input should be greater than or equal to 1"),
+        (["recommend", "x", "--ratings", "y", "--least-ratings", "-1"], "--least-ratings: Input should be"),
+        (
+            ["privacy", "plan", "--clients", "9", "--per-round", "10", "--rounds", "1", "--epsilon", "1"],
+            "--per-round: ",
+        ),
+        (["plan", "--items", "x", "--out", "y", "--share", "2"], "--share: Input should be"),
+    ],
+)
+def test_a_wrong_value_is_an_error_of_use_that_names_the_option(command, sentence, capsys):
+    assert main(command) == 2
+    assert sentence in said(capsys)
+
+
 @pytest.mark.slow
 def test_a_run_is_not_resumed_on_other_data(tmp_path, capsys):
     ratings = write_ratings(tmp_path / "ratings.csv")
@@ -223,7 +246,10 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path, capsys):
     assert "is no longer what the run" in message
     assert "--overwrite" in message
     assert main(["evaluate", str(tmp_path / "run")]) == 1
-    assert "is no longer what the run" in said(capsys)
+    message = said(capsys)
+    assert "is no longer what the run" in message
+    assert "so its test users are not known" in message
+    assert "--ratings FILE" in message
     assert main([*command, "--overwrite"]) == 0
 
 
@@ -506,7 +532,7 @@ def test_a_time_that_cannot_be_read_can_be_turned_off(tmp_path, capsys):
     head, *lines = file.read_text().splitlines()
     file.write_text("\n".join([f"{head},timestamp", *(f"{line},last week" for line in lines)]))
     assert main(["train", str(file), *out]) == 1
-    assert "options: --data.time" in (said(capsys))
+    assert "load with --data.time None or --data.bad-rows skip." in said(capsys)
     assert main(["train", str(file), *out, "--data.time", "None"]) == 0
 
 

@@ -97,6 +97,12 @@ def test_a_word_of_ones_own_is_suggested_after_two_uses_and_by_its_letters_after
     assert [found.word for found in having("the zorblax").suggest(SHARES, ["a"], n=3, prefix="zo")] == ["zorblax"]
 
 
+def test_equally_probable_words_are_suggested_in_alphabetical_order():
+    person = PersonalWords(Vocabulary(("c", "b", "a"), 1))
+    shares = np.array([[0, 0.2, 0.2, 0.2, 0, 0.2, 0.2]])
+    assert [found.word for found in person.suggest(shares, [], n=2)] == ["a", "b"]
+
+
 def test_the_last_of_five_suggestions_is_kept_for_a_word_of_ones_own():
     words = Vocabulary(tuple("abcdef"), 1)
     person = PersonalWords(words, biased=False)

@@ -83,7 +83,7 @@ def test_labels_in_a_numeric_column_name_column_value_and_rule(write):
 
 def test_a_detected_time_column_can_be_ignored(write):
     path = write("user,item,rating,timestamp\nann,x,5,yesterday\n")
-    with pytest.raises(DataError, match=r"column 'timestamp'; it was detected as the time column: pass time=None"):
+    with pytest.raises(DataError, match=r"column 'timestamp', which was detected as the time column.*time=None"):
         load_ratings(path)
     assert "time" not in load_ratings(path, time=None).columns
 

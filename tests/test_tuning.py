@@ -11,7 +11,8 @@ from fedrecon._src.app import tuning
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
 from fedrecon._src.app.tuning import SPACES, Trial, Tuned, seconds_of, what_mattered
-from fedrecon._src.recommend.config import Data, RatingsConfig
+from fedrecon._src.recommend.config import DEFAULT, Data, RatingsConfig, change_settings
+from fedrecon._src.recommend.default_training import train_algorithm
 
 pytestmark = pytest.mark.slow
 
@@ -173,4 +174,20 @@ def test_clicks_are_tuned_from_the_dimensions_that_training_finds(private, tmp_p
     assert main(["tune", str(tmp_path / "clicks.csv"), *options, *private]) == 0
     (trial,) = json.loads((tmp_path / "tuned" / "trials.json").read_text())
     assert trial["values"]["model.dim"] == 12  # as many as there are items
-    assert "read with --task clicks" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "read with --task clicks" in said
+    assert ("every trial has the noise of a private run" in said) == bool(private)
+
+
+def test_private_trials_have_the_noise_of_the_settings(tuned, monkeypatch):
+    runs = []
+
+    def record(*arguments, **options):
+        runs.append(train_algorithm(*arguments, **options))
+        return runs[-1]
+
+    monkeypatch.setattr(tuning, "train_algorithm", record)
+    private = {"privacy.noise_multiplier": 3.0, "rounds": 2, "data.source": str(tuned / "ratings.csv")}
+    found = fr.recommend.tune(change_settings(DEFAULT, private), trials=1)
+    assert (runs[0].ledger.releases[-1].noise_multiplier, runs[0].ledger.releases[-1].rounds) == (3.0, 2)
+    assert "item mean" not in found.baselines  # which would be an exact sum

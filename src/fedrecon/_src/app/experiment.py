@@ -29,10 +29,8 @@ from fedrecon._src.recommend.config import (
     differences,
     to_json,
 )
-from fedrecon._src.recommend.default_training import train_algorithm
-from fedrecon._src.recommend.evaluation_table import (
-    summarize,
-)
+from fedrecon._src.recommend.default_training import train_model
+from fedrecon._src.recommend.evaluation_table import measure_model, summarize
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
@@ -133,12 +131,10 @@ def rounded_counts(config: Config, counts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: round(count, -max(1, len(str(abs(count))) - 1)) for name, count in counts.items()}
 
 
-def check_fingerprint(run: Path, source: str, before: str, now: str, error: type[ValueError] = StorageError) -> None:
+def check_fingerprint(run: Path, source: str, before: str, now: str, error: type[ValueError], advice: str) -> None:
     """Check that the data is the same as when a run began."""
-    if now != before:
-        advice = "restore the data, or train again with --overwrite"
-        changed = f"{source} is no longer what the run in {run} was trained on"
-        raise error(f"{changed} (fingerprint {now}, was {before}); {advice}")
+    changed = f"{source} is no longer what the run in {run} was trained on (fingerprint {now}, was {before})"
+    check_rules({f"{changed}{advice}": now == before}, error)
 
 
 def layout_facts(jax_layout: Layout) -> dict[str, Any]:
@@ -264,14 +260,14 @@ def run_experiment(
         fingerprint = broadcast(lambda: fingerprint_of(config, folder.path, data.fingerprint(), create=earlier is None))
         facts = _facts(config, fingerprint, earlier, made_by)
         if earlier:
-            check_fingerprint(folder.path, config.data.source, earlier["data"]["fingerprint"], fingerprint)
+            before, advice = earlier["data"]["fingerprint"], "; restore the data, or train again with --overwrite"
+            check_fingerprint(folder.path, config.data.source, before, fingerprint, StorageError, advice)
         users = task.divide(config, data, progress)
         check_some_can_learn(config, task, users)
         prepared = task.prepare(config, data, users, task.legend(config, data))
         users = prepared.users
-        protection = protect(prepared.config, prepared.model, len(users.train), earlier, prepared.releases)
-        examples = users.train.num_examples if protection.examples is None else protection.examples
-        algorithm = build_algorithm(protection.config, prepared.model, examples, protection.aggregator)
+        protection = protect(prepared, earlier)
+        algorithm = build_algorithm(protection.config, prepared.model, protection.examples, protection.aggregator)
         jax_layout = same_layout(config, algorithm, folder, earlier)
         facts["data"] |= {"users": [len(part) for part in users], **rounded_counts(config, task.facts(config, data))}
         facts["data"] |= {"left_out": rounded_counts(config, data.skipped)}
@@ -292,24 +288,18 @@ def run_experiment(
 def _run(
     ready: Ready, algorithm: Algorithm, facts: dict[str, Any], folder: RunFolder, progress: Progress, **options: Any
 ) -> ExperimentResult:
-    """Train, save, evaluate and report; `options` are for `train_algorithm`."""
+    """Train, save, evaluate and report; `options` are for `train_model`."""
     config, users, task = ready.config, ready.users, task_of(ready.config)
     evaluator = make_evaluator(config, algorithm, users, options["layout"])
-    run = train_algorithm(ready, algorithm, evaluator, folder=folder, **options)
-    if not run.interrupted:
-        run = dataclasses.replace(run, params=task.finish(config, users, algorithm, run.params))
-    model = SavedModel(config, run.params, ready.legend, why_failed(run.history, task))
+    run, model = train_model(ready, algorithm, evaluator, folder=folder, **options)
     _save(folder, model)
     test: Evaluation | None = None
     table: Table = {}
     if not run.interrupted and len(users.test):
         on_test = evaluator or make_evaluator(config, algorithm, users, options["layout"], "test")
-        assert on_test is not None  # there are test users
-        test = on_test.on(users.test)(run.params, progress=progress)
-        test = task.add_metrics(config, algorithm, run.params, users.test, test)
-        if is_first_process():
-            # Baselines are exact sums over the training users, so those of a private run know only what it released.
-            table = task.baselines(config, ready.legend, None if config.privacy.on else users.train, users.test)
+        test, table, _ = measure_model(
+            config, model, users, "test", evaluator=on_test, personal=False, progress=progress
+        )
         if (failed := why_failed(run.history, task, test)) != model.failed:
             model = dataclasses.replace(model, failed=failed)
             _save(folder, model)
@@ -356,8 +346,9 @@ def users_of_run(path: str | Path, progress: Progress = silent) -> tuple[Config,
         data = task.load(_located(config, facts), progress)
     except DataError as problem:
         raise DataError(f"the data of the run in {path} cannot be loaded again: {problem} {advice}") from None
-    fingerprint = fingerprint_of(config, Path(path), data.fingerprint())
-    check_fingerprint(Path(path), config.data.source, facts["data"]["fingerprint"], fingerprint, DataError)
+    before, now = facts["data"]["fingerprint"], fingerprint_of(config, Path(path), data.fingerprint())
+    advice = f", so its test {task.people} are not known. Restore the data. {advice}"
+    check_fingerprint(Path(path), config.data.source, before, now, DataError, advice)
     return config, task.divide(config, data, progress)
 
 

@@ -24,6 +24,7 @@ from fedrecon._src.data import Ratings
 from fedrecon._src.recommend.config import (
     DEFAULT,
     Config,
+    ConfigError,
     Rule,
     change_settings,
     check_config,
@@ -33,9 +34,10 @@ from fedrecon._src.recommend.config import (
     to_json,
 )
 from fedrecon._src.recommend.default_training import train_algorithm
+from fedrecon._src.recommend.protection import protect
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.stopping import rounds_of
-from fedrecon._src.recommend.task import Measure, Ready, Table
+from fedrecon._src.recommend.task import Measure, Ready, Table, metric_cells
 from fedrecon._src.recommend.tasks import Users, build_algorithm, task_of
 from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import RecordCallback
@@ -43,6 +45,7 @@ from fedrecon._src.storage.atomic import StorageError, without_nan, write_bytes,
 from fedrecon._src.storage.ownership import lock_study
 
 TRIALS = "trials.json"
+PRIVATE_TRIALS = "privacy: every trial has the noise of a private run; the budget covers that one run, not the search"
 CHECKS = 4  # evaluations of a trial; after each it may be stopped
 
 # What is tried, by the path of the setting: values to choose from, or the ends of a range, searched in logarithms.
@@ -133,7 +136,7 @@ def seconds_of(budget: str) -> float:
     """Return a time such as 90s, 5m or 1.5h in seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
     if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"`budget` must be a duration such as 90s, 5m or 1h (got {budget[:30]!r})")
+        raise ConfigError("budget", budget, "must be a duration such as 90s, 5m or 1h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
@@ -169,6 +172,7 @@ def tune(
     """
     optuna = require("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    length = seconds_of(budget) if isinstance(budget, str) else float(budget)
     if isinstance(config, str):
         config = change_settings(DEFAULT, {"data.source": config})
     check_config(config)
@@ -178,7 +182,6 @@ def tune(
         Rule(not config.rounds, "rounds", "must be at least 1: tuning compares trained models"),
     )
     enforce(rules, config)
-    length = seconds_of(budget) if isinstance(budget, str) else float(budget)
     task = task_of(config)
     ratings = task.load(config, silent)
     bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
@@ -190,11 +193,12 @@ def tune(
         if folder is not None and (Path(folder) / TRIALS).exists():
             raise StorageError(f"{folder} already contains tuning results; choose another folder")
         ready = bench.prepare(config)
-        for remark in ready.remarks:
+        for remark in (*ready.remarks, *([PRIVATE_TRIALS] if config.privacy.on else [])):
             say(remark)
         first = {path: get_setting(ready.config, path) for path in SPACES[config.task]}  # some are found in the data
         tried, interrupted = _search(optuna, bench, first, trials, say)
-        baselines = task.baselines(config, ready.legend, ready.users.train, ready.users.valid)
+        train = None if config.privacy.on else ready.users.train
+        baselines = task.baselines(ready.config, ready.legend, train, ready.users.valid)
         best = change_settings(config, _best(tried, task.goal).values)
         tuned = Tuned(best, tuple(tried), baselines, interrupted, _called(config))
         if folder is not None:
@@ -262,7 +266,9 @@ class _Bench:
         config = change_settings(self.config, values)
         config = dataclasses.replace(config, evaluate_every=max(1, config.rounds // CHECKS))
         ready = self.prepare(config)
-        algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
+        protection = protect(ready)
+        ready = ready._replace(config=protection.config)
+        algorithm = build_algorithm(ready.config, ready.model, protection.examples, protection.aggregator)
         jax_layout = build_layout(config, algorithm.model)
         goal, most = task_of(config).goal, rounds_of(config, ready.users)
 
@@ -279,7 +285,8 @@ class _Bench:
         evaluator = make_evaluator(config, algorithm, ready.users, jax_layout)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DivergenceWarning)  # settings are tried to find out which diverge
-            run = train_algorithm(ready, algorithm, evaluator, layout=jax_layout, callbacks=[RecordCallback(watch)])
+            options: dict[str, Any] = {"ledger": protection.ledger, "callbacks": [RecordCallback(watch)]}
+            run = train_algorithm(ready, algorithm, evaluator, layout=jax_layout, **options)
         if run.interrupted:
             raise KeyboardInterrupt
         best = run.rounds if run.best is None else run.best
@@ -349,18 +356,18 @@ def write_tuned(tuned: Tuned, folder: Path) -> None:
     write_bytes(folder / "report.md", report(tuned, folder).encode())
 
 
-def compared(tuned: Tuned) -> list[tuple[str, str]]:
+def compared(tuned: Tuned) -> Table:
     """Return rows of a table: the best settings, those of the first trial, the baselines."""
-    rows = {"best settings": tuned.best.value, tuned.first: tuned.trials[0].value}
-    rows |= {f"baseline: {name}": row[tuned.goal.name] for name, row in tuned.baselines.items()}
-    return [(name, f"{value:.4f}") for name, value in rows.items()]
+    values = {"best settings": tuned.best.value, tuned.first: tuned.trials[0].value}
+    rows = {name: {tuned.goal.name: value} for name, value in values.items()}
+    return {**rows, **{f"baseline: {name}": row for name, row in tuned.baselines.items()}}
 
 
 def report(tuned: Tuned, folder: Path) -> str:
     """Summarize the trials."""
     best, goal = tuned.best, tuned.goal
     lines = ["# Tuning", "", f"Data: {tuned.config.data.source}. {goal.title} on validation users:", "", "```text"]
-    lines += [*lay_out([["", goal.title], *map(list, compared(tuned))], right=True), "```", ""]
+    lines += [*lay_out(metric_cells([goal], compared(tuned)), right=True), "```", ""]
     if tuned.failed is not None:
         lines += [f"Tuning failed: {tuned.failed}. There are no settings to train with.", ""]
     else:

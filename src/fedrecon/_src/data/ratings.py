@@ -317,8 +317,8 @@ def _read_valid(
             values, valid = _check_batch(table.source, match, batch, limits)
         if not valid.all():
             row = int(np.argmin(valid))
-            problem, fields = _describe_error(match, batch, values, row, limits)
-            errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()), fields)
+            problem, remedies = _describe_error(match, batch, values, row, limits)
+            errors.add(f"{table.source} {batch.describe_row(row, done)}", problem, int((~valid).sum()), **remedies)
         yield {role: value._replace(array=value.array[valid]) for role, value in values.items()}
         done += len(valid)
 
@@ -338,20 +338,19 @@ def _check_batch(
 
 def _describe_error(
     match: ColumnMatch, batch: Batch, values: Mapping[str, Values], row: int, limits: RatingLimits | None
-) -> tuple[str, list[str]]:
-    """Describe what is wrong with a row, and name the arguments that may help."""
+) -> tuple[str, dict[str, str | None]]:
+    """Describe what is wrong with a row, and name the arguments that help."""
     role = next((role for role, value in values.items() if not value.valid[row]), "")
     if not role and limits is not None:
-        return limits.describe_error(values["rating"].array[row]), []
+        return limits.describe_error(values["rating"].array[row]), {}
     problem: object = "the value cannot be read"
     try:
         PARSE[role](role, batch.columns[role][row].as_py())
     except (ValueError, TypeError, OverflowError) as error:
         problem = error
     if role not in match.optional:
-        return f"{problem} (column {match.names[role]!r})", []
-    advice = f"it was detected as the {role} column: pass {role}=None to ignore it"
-    return f"{problem} (column {match.names[role]!r}; {advice})", [role]
+        return f"{problem} (column {match.names[role]!r})", {}
+    return f"{problem} (column {match.names[role]!r}, which was detected as the {role} column)", {role: None}
 
 
 def collect_ratings(

@@ -58,12 +58,15 @@ class DataError(ValueError):
       none.csv is not a file; expected a table of ratings (text or Parquet). Check the path.
 
     Attributes:
+      message: what is wrong.
       fields: the arguments of the reader that may help.
+      remedies: values of such arguments that do help, with which the text of the error ends.
     """
 
-    def __init__(self, message: str, fields: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.fields = tuple(fields)
+    def __init__(self, message: str, fields: Sequence[str] = (), **remedies: str | None):
+        self.message, self.fields, self.remedies = message, tuple(fields), remedies
+        arguments = " or ".join(f"{name}={value!r}" for name, value in remedies.items())
+        super().__init__(f"{message} {arguments}." if arguments else message)
 
 
 class RowErrors:
@@ -74,11 +77,10 @@ class RowErrors:
         self.bad_rows = bad_rows
         self.skipped = Counter(bad_rows=0)
 
-    def add(self, where: str, problem: object, count: int = 1, fields: Sequence[str] = ()) -> None:
-        """Raise a `DataError` that names the row and the reader's arguments that may help, or count it."""
+    def add(self, where: str, problem: object, count: int = 1, **remedies: str | None) -> None:
+        """Raise a `DataError` that names the row and the reader's arguments that help, or count it."""
         if self.bad_rows == "error":
-            advice = 'Fix it, or skip such rows with bad_rows="skip".'
-            raise DataError(f"{where}: {problem}. {advice}", [*fields, "bad_rows"]) from None
+            raise DataError(f"{where}: {problem}. Fix it, or load with", (), **remedies, bad_rows="skip") from None
         self.skipped["bad_rows"] += count
 
 

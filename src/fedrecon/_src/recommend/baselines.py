@@ -17,6 +17,7 @@ from fedrecon._src.core.display import lay_out
 from fedrecon._src.core.split import Split, half
 from fedrecon._src.recommend.estimate import Estimate
 from fedrecon._src.recommend.round_zero import estimate_ratings
+from fedrecon._src.recommend.task import Measure, metric_cells
 
 ACCURATE_WITHIN = 0.5
 PADDED_ENTRIES = 2**20  # examples that are split together
@@ -67,8 +68,8 @@ class BaselineResults:
 
     def __str__(self) -> str:
         """Lay the table out as text."""
-        cells = [[name, *(f"{row[m]:.4f}" for m in ("rmse", "mae", "accuracy"))] for name, row in self.table.items()]
-        return "\n".join(lay_out([["baseline", "RMSE", "MAE", "accuracy"], *cells], right=True))
+        measures = (Measure("rmse", "RMSE"), Measure("mae", "MAE"), Measure("accuracy", "accuracy"))
+        return "\n".join(lay_out(metric_cells(measures, self.table, "baseline"), right=True))
 
 
 def rating_baselines(

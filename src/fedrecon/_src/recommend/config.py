@@ -11,9 +11,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
-
-from annotated_types import Ge, Le
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from fedrecon._src.core.checks import MOST_ROUNDS
 from fedrecon._src.core.client_sampling import Sampling as Sampling
@@ -29,6 +27,7 @@ from fedrecon._src.recommend.settings import (
     Data,
     Factorization,
     NextWord,
+    PositiveInt,
     Privacy,
     Ranking,
     Reconstruct,
@@ -113,8 +112,8 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     rounds: Rounds = 500
     evaluate_every: Rounds = 100
-    patience: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = None
-    checkpoint_every: Annotated[int, Ge(1), Le(MOST_ROUNDS)] = 100
+    patience: PositiveInt | None = None
+    checkpoint_every: PositiveInt = 100
     seed: Seed = 0
     jax_devices: int | None = None
     block: Count | None = None
@@ -237,7 +236,7 @@ class ClicksConfig(Config):
     sampling: Sampling = field(default_factory=lambda: Sampling(clients_per_round=None, least=1000))
     rounds: Rounds = 60
     evaluate_every: Rounds = 20
-    patience: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = 1
+    patience: PositiveInt | None = 1
 
     usual_block: ClassVar[int | None] = 16  # clients share the Gram matrix, but each has a gradient of it
 

@@ -53,6 +53,16 @@ def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | N
     )
 
 
+def train_model(
+    ready: Ready, algorithm: Algorithm, evaluator: Evaluator | None, **options: Any
+) -> tuple[Run, SavedModel[Any]]:
+    """Train as `train_algorithm` does, and return the run and its model, which knows why the training failed if so."""
+    task, run = task_of(ready.config), train_algorithm(ready, algorithm, evaluator, **options)
+    if not run.interrupted:
+        run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, algorithm, run.params))
+    return run, SavedModel(ready.config, run.params, ready.legend, why_failed(run.history, task))
+
+
 class TrainOptions(TypedDict, total=False):
     """Options of training with the default recipe.
 
@@ -97,12 +107,9 @@ def _train(
     layout = build_layout(ready.config, ready.model)
     evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)
     callbacks = [*options.get("callbacks", ()), ProgressBar(progress)]
-    run = train_algorithm(ready, algorithm, evaluator, layout=layout, callbacks=callbacks)
-    run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, algorithm, run.params))
-    failed = why_failed(run.history, task)
-    if failed is not None:
-        warnings.warn(f"training failed: {failed}", stacklevel=3)
-    saved = SavedModel(ready.config, run.params, ready.legend, failed)
+    run, saved = train_model(ready, algorithm, evaluator, layout=layout, callbacks=callbacks)
+    if saved.failed is not None:
+        warnings.warn(f"training failed: {saved.failed}", stacklevel=3)
     if "out" in options:
         saved.save(options["out"])
     return saved, ready.users, run

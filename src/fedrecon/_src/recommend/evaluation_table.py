@@ -17,10 +17,10 @@ from fedrecon._src.recommend.rating_model import build_model
 from fedrecon._src.recommend.recipe import evaluation_split, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import JUDGES
-from fedrecon._src.recommend.task import Measure, Table, Users
+from fedrecon._src.recommend.task import Measure, Table, Users, metric_cells
 from fedrecon._src.recommend.tasks import build_algorithm, task_of
-from fedrecon._src.simulation.engine import Layout
-from fedrecon._src.simulation.evaluation import Evaluation, reconstruct
+from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, reconstruct
+from fedrecon._src.simulation.multihost import is_first_process
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,22 +57,24 @@ class EvaluationTable:
 
     def __str__(self) -> str:
         """Lay the table out as text."""
-        cells = [[name, *(measure.text(row) for measure in self.measures)] for name, row in self.rows.items()]
-        lines = lay_out([["", *(measure.title for measure in self.measures)], *cells], right=True)
+        lines = lay_out(metric_cells(self.measures, self.rows), right=True)
         measured = f"{self.evaluation.clients - self.evaluation.diverged:,} {self.people}"
         note = "" if self.reliable else ", too few to be reliable"
-        if after := after_rows(self.rows, self.measures[0]):
-            header = [f"{self.measures[0].title} after", *map(str, cold_start.AFTER)]
-            lines += ["", *lay_out([header, *after], right=True)]
+        if rows := measured_after(self.rows):
+            corner = f"{self.measures[0].title} after"
+            lines += ["", *lay_out(metric_cells(after_measures(self.measures[0]), rows, corner), right=True)]
         personal = [] if self.personal is None else ["", str(self.personal)]
         return "\n".join([*lines, f"{measured}, {self.evaluation.examples:,} query examples{note}", *personal])
 
 
-def after_rows(rows: Table, measure: Measure) -> list[list[str]]:
-    """Return how good each row is after so many examples of a person, as cells; none where it was not measured."""
-    names = [cold_start.name_after(k) for k in cold_start.AFTER]
-    measured = {name: row for name, row in rows.items() if names[0] in row}
-    return [[name, *(measure._replace(name=after).text(row) for after in names)] for name, row in measured.items()]
+def after_measures(measure: Measure) -> list[Measure]:
+    """Return a measure after so many examples of a person."""
+    return [measure._replace(name=cold_start.name_after(k), title=str(k)) for k in cold_start.AFTER]
+
+
+def measured_after(rows: Table) -> Table:
+    """Return the rows that were measured after so many examples of a person."""
+    return {name: row for name, row in rows.items() if cold_start.name_after(0) in row}
 
 
 def evaluate_saved(saved: SavedModel[Any], users: Users | None, clients: Clients | None) -> EvaluationTable:
@@ -95,7 +97,8 @@ def measure_model(
     part: str,
     *,
     trained: bool = True,
-    layout: Layout | None = None,
+    personal: bool = True,
+    evaluator: Evaluator | None = None,
     progress: Progress = silent,
 ) -> tuple[Evaluation, Table, word_evaluation.PersonalResults | None]:
     """Measure a model and baselines on users, and for text what people get from it.
@@ -107,20 +110,21 @@ def measure_model(
       part: which of them are measured: valid or test.
       trained: whether `users` has the training users. Baselines that are made of these are exact sums, so those of a
         private run know only what it released.
-      layout: on which JAX devices and in what blocks clients run.
+      personal: whether it is measured what people get from a model of the next word.
+      evaluator: of any clients, with what is compiled for them; by default one is made.
       progress: a progress display.
     """
     task, clients = saved.task, getattr(users, part)
-    evaluator = make_evaluator(config, saved.algorithm, users, layout, part)
+    evaluator = evaluator or make_evaluator(config, saved.algorithm, users, part=part)
     if evaluator is None:
         raise ValueError(f"there are no {task.people} to evaluate on")
-    evaluation = evaluator(saved.params, progress=progress)
-    evaluation = task.add_metrics(config, saved.algorithm, saved.params, clients, evaluation)
+    evaluation = evaluator.on(clients)(saved.params, progress=progress)
+    evaluation = task.add_metrics(config, evaluator.algorithm, saved.params, clients, evaluation)
     train = users.train if trained and not config.privacy.on else None
-    baselines = task.baselines(saved.config, saved.legend, train, clients)
+    baselines = task.baselines(saved.config, saved.legend, train, clients) if is_first_process() else {}
     # Only sentences have this column, if it is known how words outside the vocabulary are spelled.
-    personal = _measure_personal(saved, train, clients, progress) if "other" in clients.columns else None
-    return evaluation, baselines, personal
+    spelled = personal and "other" in clients.columns
+    return evaluation, baselines, _measure_personal(saved, train, clients, progress) if spelled else None
 
 
 def _measure_personal(

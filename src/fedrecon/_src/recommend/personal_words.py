@@ -172,17 +172,16 @@ class PersonalWords:
         """
         context = [-1, *self.inputs(words)][-2:]
         repeated = np.repeat(probabilities, 2, 0)  # the second row has the context of both
-        shares = self.predict(repeated, context).shares[1]
-        candidates = [k for k in range(1, len(self.vocabulary) + 1) if self.vocabulary.words[k - 1].startswith(prefix)]
-        best = sorted(candidates, key=lambda k: -shares[k])[:n]
-        suggestions = [Suggestion(self.vocabulary.words[k - 1], float(shares[k]), False) for k in best]
-        own_shares = zip(self.own, shares[self.vocabulary.first_oov :].tolist(), strict=True)
-        suggestions += [Suggestion(word, share, True) for word, share in own_shares if word.startswith(prefix)]
-        ordered = sorted(suggestions, key=lambda s: (-s.probability, s.word))
-        likeliest = next((s for s in ordered if s.personal), None)
-        if n >= RESERVED_FROM and likeliest in ordered[n:] and likeliest.probability >= LEAST_OWN:
-            return [*ordered[: n - 1], likeliest]
-        return ordered[:n]
+        shares = self.predict(repeated, context).shares[1].tolist()
+        first_own = self.vocabulary.first_oov
+        words_by_id = [*enumerate(self.vocabulary.words, 1), *enumerate(self.own, first_own)]
+        # Of equally probable words, the first in the alphabet comes first, as on devices.
+        ordered = sorted((-shares[k], word, k >= first_own) for k, word in words_by_id if word.startswith(prefix))
+        suggestions = [Suggestion(word, -share, personal) for share, word, personal in ordered]
+        likeliest = next((s for s in suggestions if s.personal), None)
+        if n >= RESERVED_FROM and likeliest in suggestions[n:] and likeliest.probability >= LEAST_OWN:
+            return [*suggestions[: n - 1], likeliest]
+        return suggestions[:n]
 
 
 def expected_counts(probabilities: np.ndarray, first_oov: int) -> np.ndarray:

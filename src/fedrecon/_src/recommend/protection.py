@@ -19,6 +19,7 @@ from fedrecon._src.recommend.config import Config, change_settings, get_setting
 from fedrecon._src.recommend.recipe import build_aggregator, build_split, build_weights
 from fedrecon._src.recommend.round_zero import PURPOSE
 from fedrecon._src.recommend.settings import FOUND
+from fedrecon._src.recommend.task import Ready
 
 SLACK = 1e-4  # a little below the budget, so that the cost of too few places (`Sampling.overflow_delta`) fits too
 FIRM, SMALL_POPULATION = 0.85, 11.0  # round zero's share: at most, and what it falls with
@@ -108,51 +109,42 @@ class Protection(NamedTuple):
     Attributes:
       config: the settings, with what follows from the noise.
       aggregator: how updates become one.
-      examples: for priors, how many updates the server's sum over everybody stands for; None to count examples.
+      examples: for priors, how many examples or updates the server's sum over everybody stands for.
       ledger: the ledger before the first round; None if nothing is promised.
       noise_multiplier: of all that a round releases; None without noise.
     """
 
     config: Config
     aggregator: aggregators.Aggregator
-    examples: float | None = None
+    examples: float
     ledger: Ledger | None = None
     noise_multiplier: float | None = None
 
 
-def protect(
-    config: Config,
-    model: Model,
-    clients: int,
-    earlier: Mapping[str, Any] | None = None,
-    released: Sequence[Release] = (),
-    population: Population | None = None,
-) -> Protection:
+def protect(ready: Ready, earlier: Mapping[str, Any] | None = None, population: Population | None = None) -> Protection:
     """Return what protects the clients of a run.
 
     Args:
-      config: the settings.
-      model: what is trained.
-      clients: how many train.
+      ready: the settings, the model, who trains, and what round zero gave away.
       earlier: `run.json` of the run to resume: its noise stays the same, however many rounds are planned now.
-      released: what round zero gave away.
       population: compute the noise for these clients, and give the mean upload as much of it as theirs; None for those
         who train. For studies: it protects nobody who trains.
     """
-    if not config.privacy.on:
-        return Protection(config, _without_noise(config, model, clients))
-    config = drawn_privately(config)
+    clients, examples = len(ready.users.train), ready.users.train.num_examples
+    if not ready.config.privacy.on:
+        return Protection(ready.config, _without_noise(ready.config, ready.model, clients), examples)
+    config = drawn_privately(ready.config)
     actual = Population(clients, _per_round(config, clients))
     target = population or actual
     sampling_rate(*target)
     delta, randomness = config.privacy.delta or default_delta(target.clients), f"seed {config.seed}"
-    ledger = Ledger(target.clients, delta, config.privacy.epsilon, tuple(released), randomness=randomness)
+    ledger = Ledger(target.clients, delta, config.privacy.epsilon, ready.releases, randomness=randomness)
     noise = ((earlier or {}).get("privacy") or {}).get("noise_multiplier") or config.privacy.noise_multiplier
     if noise is None:
-        noise = _rounds_noise(config, model, actual, target, released)
-    config, examples = with_rule(config, clients, noise / target.per_round)
+        noise = _rounds_noise(config, ready.model, actual, target, ready.releases)
+    config, updates = with_rule(config, clients, noise / target.per_round)
     aggregator = _build_noisy(config, actual, noise * actual.per_round / target.per_round)
-    return Protection(config, aggregator, examples, ledger, noise)
+    return Protection(config, aggregator, updates or examples, ledger, noise)
 
 
 def drawn_privately(config: Config) -> Config:

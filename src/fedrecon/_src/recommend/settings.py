@@ -23,8 +23,11 @@ Positive = Annotated[float, Gt(0), Le(MOST_FLOAT)]
 Share = Annotated[float, Gt(0), Lt(1)]
 Count = Annotated[int, Ge(1), Le(MOST)]
 Width = Annotated[int, Ge(1), Le(2**16)]  # of a layer or an embedding
+PositiveInt = Annotated[int, Ge(1), Le(MOST_ROUNDS)]
 Rounds = Annotated[int, Ge(0), Le(MOST_ROUNDS)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX would take only the last 32 bits of a larger seed
+Epsilon = Annotated[float, Gt(0), Le(1e4)]
+Noise = Annotated[float, Ge(0.05), Le(1e6)]  # multipliers: less promises nothing
 Optimizer = Literal["sgd", "momentum", "adagrad", "adam"]
 ServerOptimizer = Literal["sgd", "momentum", "adagrad", "fedadagrad", "adam", "fedyogi"]
 AS_TRAINED = "as-trained"
@@ -122,7 +125,7 @@ class Server:
     optimizer: ServerOptimizer = "sgd"
     learning_rate: NonNegative = 1.0
     decay: Literal["cosine", "linear"] = "cosine"
-    decay_rounds: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | Literal["all"] | None = None
+    decay_rounds: PositiveInt | Literal["all"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +182,12 @@ class Privacy:
       round_zero: round zero's share of the budget (of 1 / noise^2); by default more with fewer clients.
     """
 
-    epsilon: Annotated[float, Gt(0), Le(1e4)] | None = None
+    epsilon: Epsilon | None = None
     delta: Share | None = None
-    noise_multiplier: Annotated[float, Ge(0.05), Le(1e6)] | None = None
+    noise_multiplier: Noise | None = None
     clip_norm: Positive | None = None
     clip_quantile: Share | None = None
-    correlated: Annotated[int, Ge(1), Le(MOST_ROUNDS)] | None = None
+    correlated: PositiveInt | None = None
     rating_range: tuple[float, float] | None = None
     round_zero: Share | None = None
 

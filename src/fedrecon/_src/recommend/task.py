@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -47,6 +47,12 @@ class Measure(NamedTuple):
         if value is None:  # not everything is measured everywhere
             return ""
         return f"{100 * value:.{self.digits}f} %" if self.percent else f"{value:.{self.digits}f}"
+
+
+def metric_cells(measures: Sequence[Measure], rows: Table, corner: str = "") -> list[list[str]]:
+    """Return the cells of a table of metrics, the header first; `corner` is above the names of the rows."""
+    header = [corner, *(measure.title for measure in measures)]
+    return [header, *([name, *(measure.text(row) for measure in measures)] for name, row in rows.items())]
 
 
 ACCURACY = Measure("accuracy", "accuracy", 1, percent=True, sign=-1)

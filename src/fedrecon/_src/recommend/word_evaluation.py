@@ -18,6 +18,7 @@ from fedrecon._src.core.display import Progress, lay_out, silent
 from fedrecon._src.core.split import Split
 from fedrecon._src.data import Sentences, Vocabulary, input_ids
 from fedrecon._src.recommend.personal_words import DISCOUNT, NextWords, PersonalWords, expected_counts
+from fedrecon._src.recommend.task import Measure, metric_cells
 
 SUGGESTED, TYPED = 3, 2  # how many suggestions people see, and after how many letters at most
 SENTENCES_AT_ONCE = 16
@@ -25,6 +26,11 @@ MOST_SENTENCES = 2**18  # of the training clients that n-grams are counted in: m
 REPEATED, LEAST_REPEATED = 0.25, 4  # share of query sentences, and words of a sentence that counts as repeated
 MOST_USED, BIGRAMS, TRIGRAMS = "most used word", "counted bigrams", "counted trigrams"
 IMPERSONAL, FROZEN, PERSONAL = "impersonal", "personal_frozen", "personal"
+MEASURES = (
+    *(Measure(*names, 2, percent=True) for names in (("top1", "top 1"), ("top3", "top 3"), ("own_top3", "own words"))),
+    Measure("perplexity", "perplexity", 1),
+    Measure("keystrokes", "keystrokes saved", 2, percent=True),
+)
 
 Columns = Mapping[str, np.ndarray]  # of sentences
 Predict = Callable[[Columns], np.ndarray]  # returns probabilities of (sentences, L, outputs), buckets last
@@ -159,11 +165,8 @@ class PersonalResults:
     def __str__(self) -> str:
         """Lay the table out as text."""
         titles = {IMPERSONAL: "nothing personal", FROZEN: "personal, frozen", PERSONAL: "personal, still learning"}
-        cells = [["what people get", "top 1", "top 3", "own words", "perplexity", "keystrokes saved"]]
-        for name, row in self.rows.items():
-            *tops, keys = (f"{100 * row[metric]:.2f} %" for metric in ("top1", "top3", "own_top3", "keystrokes"))
-            cells.append([titles.get(name, name), *tops, f"{row['perplexity']:.1f}", keys])
-        lines = lay_out(cells, right=True)
+        rows = {titles.get(name, name): row for name, row in self.rows.items()}
+        lines = lay_out(metric_cells(MEASURES, rows, "what people get"), right=True)
         lines.append(
             f"worse off with personal suggestions: {self.worse_off:.0%} of {self.people} people, "
             f"{self.clearly_worse_off:.0%} beyond two standard errors"

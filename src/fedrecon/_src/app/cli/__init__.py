@@ -154,9 +154,7 @@ def _sentence(problem: Exception) -> tuple[str, int]:
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
     if isinstance(problem, ValueError):
-        fields = getattr(problem, "fields", ())  # of a DataError, which is not imported: that would wait for JAX
-        flags = ", ".join(options.flag_of(f"data.{name}") for name in fields)
-        return str(problem) + (f" (options: {flags})" if flags else ""), 1
+        return options.describe_error(problem), 1
     if isinstance(problem, RecursionError):
         return "something in the input is nested too deeply", 1
     if isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem):

@@ -48,7 +48,7 @@ def run(args: Evaluate) -> int:
     from fedrecon._src.app.experiment import users_of_run, with_columns
     from fedrecon._src.core.display import bars
     from fedrecon._src.recommend.evaluation_table import measure_model, summarize
-    from fedrecon._src.recommend.recipe import build_layout
+    from fedrecon._src.recommend.recipe import build_layout, make_evaluator
     from fedrecon._src.recommend.saved_models import open_model
     from fedrecon._src.recommend.stopping import evaluation_failed, say_how_to_test_more
     from fedrecon._src.recommend.tasks import Users
@@ -76,9 +76,9 @@ def run(args: Evaluate) -> int:
     if not len(getattr(users, part)):
         advice = f"{say_how_to_test_more(config)} To evaluate on others, give their data with --{task.name} FILE."
         raise ValueError(f"the run in {args.run} has no {part} {task.people}. {advice}")
-    layout = build_layout(config, model.algorithm.model)
+    evaluator = make_evaluator(config, model.algorithm, users, build_layout(config, model.algorithm.model), part)
     evaluation, table, personal = measure_model(
-        config, model, users, part, trained=file is None, layout=layout, progress=bars
+        config, model, users, part, trained=file is None, evaluator=evaluator, progress=bars
     )
     failed = evaluation_failed(evaluation, task.people)
     if args.json:

@@ -19,8 +19,6 @@ from fedrecon._src.recommend.config import (
     ClicksConfig,
     Config,
     ConfigError,
-    Preset,
-    TaskName,
     check_config,
     config_from_json,
     preset_of,
@@ -95,7 +93,20 @@ def help_of(kind: type, name: str) -> str | None:
 def flag_of(field: str) -> str:
     """Return the option that sets a field."""
     field = field.removeprefix("settings.")
-    return "DATA" if field == "data.source" else f"--{field.replace('_', '-')}" if field else ""
+    short = {"data.source": "DATA", "top": "-n (--top)"}
+    return short.get(field) or (f"--{field.replace('_', '-')}" if field else "")
+
+
+def describe_error(problem: ValueError) -> str:
+    """Return the message of an error, with the options that may help if it is a `DataError`.
+
+    That class is not imported: it would wait for JAX.
+    """
+    remedies = getattr(problem, "remedies", {})
+    if changes := " or ".join(f"{flag_of(f'data.{name}')} {value}" for name, value in remedies.items()):
+        return f"{problem.message} {changes}."  # type: ignore[attr-defined]
+    flags = ", ".join(flag_of(f"data.{name}") for name in getattr(problem, "fields", ()))
+    return f"{problem} (options: {flags})" if flags else str(problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +126,9 @@ def parse_common(argv: Sequence[str]) -> tuple[Common, list[str]]:
 class Base:
     """The options that choose the defaults of the others."""
 
-    task: TaskName | None = None
+    task: str | None = None
     config: Path | None = None
-    preset: Preset | None = None
+    preset: str | None = None
     resume: Path | None = None
 
 
@@ -140,7 +151,7 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
     if base.task not in (None, task):
         raise ConfigError("task", base.task, f"must be {task}, as in {file}")
     if not isinstance(task, str) or task not in PRESETS:
-        return config_from_json(values, str(file))  # which names the rule that it breaks
+        return config_from_json(values, str(file or ""), task)  # which names the rule that it breaks
     if task not in tasks:
         raise ConfigError("task", task, f"must be {' or '.join(tasks)} for fedrecon {command}")
     preset = preset_of(task, base.preset or "default")

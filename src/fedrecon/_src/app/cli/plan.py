@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from annotated_types import Gt, Le
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Preset, change_settings
-from fedrecon._src.recommend.settings import Data, Source
+from fedrecon._src.recommend.settings import Data, PositiveInt, Rounds, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,10 @@ class MakePlan:
     settings: options.Settings
     out: Path
     config: Path | None = None
-    share: float = 1.0
-    least_users: int = 1
-    least_nodes: int = 1
-    users: int = 0
+    share: Annotated[float, Gt(0), Le(1)] = 1.0
+    least_users: PositiveInt = 1
+    least_nodes: PositiveInt = 1
+    users: Rounds = 0
     secure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     nodes: Path | None = None
     preset: Preset | None = None

@@ -14,6 +14,7 @@ from annotated_types import Ge
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Rule
+from fedrecon._src.recommend.settings import Epsilon, Noise, PositiveInt, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,12 @@ class PlanNoise:
     """
 
     part: Annotated[Literal["plan"], tyro.conf.Positional]
-    clients: int
-    per_round: int
-    rounds: int
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    delta: float | None = None
+    clients: Annotated[int, Ge(2)]
+    per_round: PositiveInt
+    rounds: PositiveInt
+    epsilon: Epsilon | None = None
+    noise_multiplier: Noise | None = None
+    delta: Share | None = None
     parameters: Annotated[int, Ge(1)] | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
@@ -49,6 +50,7 @@ class PlanNoise:
         """Yield the rule that the budget or the noise is given."""
         single = (self.epsilon is None) != (self.noise_multiplier is None)
         yield Rule(not single, "epsilon", "must be given, or `noise_multiplier`, but not both")
+        yield Rule(self.per_round > self.clients, "per_round", f"must be at most {self.clients}, the number of clients")
 
 
 parse = partial(options.parse, PlanNoise, "privacy")

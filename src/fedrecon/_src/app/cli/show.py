@@ -53,8 +53,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], tex
 
 def metrics(title: str, measures: Sequence[Measure], rows: Table) -> None:
     """Print metrics as a table, with a row for everything that has them."""
-    cells = [(name, *(measure.text(row) for measure in measures)) for name, row in rows.items()]
-    table(title, ("", *(measure.title for measure in measures)), cells)
+    from fedrecon._src.recommend.task import metric_cells
+
+    header, *cells = metric_cells(measures, rows)
+    table(title, header, cells)
 
 
 def evaluation(
@@ -77,8 +79,7 @@ def evaluation(
       config: the model's settings, for advice if it loses to a baseline.
       advice: what to do if few clients were measured.
     """
-    from fedrecon._src.recommend.cold_start import AFTER
-    from fedrecon._src.recommend.evaluation_table import after_rows, compare_with_baselines
+    from fedrecon._src.recommend.evaluation_table import after_measures, compare_with_baselines, measured_after
     from fedrecon._src.recommend.stopping import JUDGES, evaluation_failed, say_few
 
     measured, failed = found.clients - found.diverged, evaluation_failed(found, task.people)
@@ -94,8 +95,9 @@ def evaluation(
     for q in found.quantiles["loss"] if measured >= JUDGES else ():
         rows[f"{float(q):.0%} of {task.people} are below"] = {name: of[q] for name, of in found.quantiles.items()}
     metrics(title, task.measures if config is None else task.shown(task.measures, config), rows)
-    if after := after_rows({"the model": found.micro, **baselines}, task.measures[0]):
-        table(f"{task.measures[0].title} after so many {task.examples} of a person", ("", *map(str, AFTER)), after)
+    if after := measured_after({"the model": found.micro, **baselines}):
+        first = task.measures[0]
+        metrics(f"{first.title} after so many {task.examples} of a person", after_measures(first), after)
     small = max(len(found.per_client.get("loss", ())) - found.clients, 0)
     print(
         f"{task.people}: {measured:,} measured, {found.diverged:,} diverged and excluded, "

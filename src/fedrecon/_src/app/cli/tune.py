@@ -58,17 +58,16 @@ parse = partial(options.parse_for_task, COMMANDS, "tune", out=tyro.MISSING)
 
 def run(args: Tune) -> int:
     """Tune, and print the best settings."""
-    from fedrecon._src.app.tuning import command_of, compared, seconds_of, tune, what_mattered
+    from fedrecon._src.app.tuning import command_of, compared, tune, what_mattered
     from fedrecon._src.simulation.multihost import start_jax_devices
 
-    seconds_of(args.budget)
     start_jax_devices(args.settings.jax_devices, small_loops=args.settings.small_loops)
     tuned = tune(args.settings, budget=args.budget, trials=args.trials, folder=args.out, say=show.remark)
     if tuned.failed is not None:
         show.alarm(f"tuning failed: {tuned.failed}. Lower --server.learning-rate, or check the data")
         show.remark(f"saved: {args.out} (report.md says what was tried)")
         return FAILED
-    show.table("validation users (used to choose the settings)", ("", tuned.goal.title), compared(tuned))
+    show.metrics("validation users (used to choose the settings)", [tuned.goal], compared(tuned))
     if mattered := what_mattered(tuned):
         print(f"what mattered most: {', '.join(list(mattered)[:3])} ({args.out / 'what_mattered.png'})")
     print(f"saved: {args.out} (report.md says what was tried)")

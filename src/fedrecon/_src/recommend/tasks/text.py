@@ -140,7 +140,7 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
             if not _is_table(path):
                 raise
             advice = "This looks like a table: for ratings give --task ratings, for clicks --task clicks."
-            raise DataError(f"{problem} {advice}", problem.fields) from None
+            raise DataError(f"{advice} {problem.message}", problem.fields, **problem.remedies) from None
 
     def legend(self, config: TextConfig, corpus: Corpus) -> Vocabulary:
         """Return the vocabulary of so many words as settings ask for, or of all where there are fewer."""
