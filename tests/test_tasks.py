@@ -134,7 +134,7 @@ def test_a_word_count_is_the_vocabulary_and_a_new_one_a_new_corpus(tmp_path):
         ("corpus", {"fractions": (0.5, 0.5, 0.0)}, "data.fractions cannot be used"),
         ("posts.jsonl", {"word_count": "x"}, "data.word_count cannot be used: .* is a file of posts"),
         ("so.sqlite", {"fractions": (1.0, 0.0, 0.0)}, "data.fractions cannot be used: .* federated Stack"),
-        ("posts.jsonl", {"min_sentences": 99}, "has no training client with 99 sentences"),
+        ("posts.jsonl", {"min_sentences": 99}, "none of 0 training clients have 99 sentences or more"),
     ],
 )
 def test_what_cannot_be_used_is_named(source, options, message, tmp_path, monkeypatch):

@@ -151,14 +151,13 @@ def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users
       users: divided.
 
     Raises:
-      DataError: no training client has two examples.
+      DataError: there are no training clients, or none has two examples.
     """
-    if config.split.train == "none" or (users.train.sizes >= 2).any():
-        return
-    examples = task.unit or task.examples
-    fields = ["user"] if hasattr(config.data, "user") else []
-    raise DataError(
-        f"{config.data.source}: none of {len(users.train):,} training {task.people} have 2 {examples} or more. Some "
-        "must have one to reconstruct from (support) and one to learn from (query).",
-        fields,
-    )
+    data, examples, least = config.data, task.unit or task.examples, 1 if config.split.train == "none" else 2
+    if not (users.train.sizes >= least).any():
+        number = f"{max(least, getattr(data, data.bounds[0]))} {examples}"
+        raise DataError(
+            f"{data.source}: none of {len(users.train):,} training {task.people} have {number} or more. Some must have "
+            "one to reconstruct from (support) and one to learn from (query).",
+            ["user"] if hasattr(data, "user") else [],
+        )

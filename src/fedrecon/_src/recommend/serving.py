@@ -19,7 +19,6 @@ from fedrecon._src.core.display import warn_caller
 from fedrecon._src.core.model import Step, predict_in
 from fedrecon._src.data import DataError, Ratings, Vocabulary, personal_text, split_text
 from fedrecon._src.data.sentences import prompt_columns
-from fedrecon._src.data.sources import is_readable, open_bytes
 from fedrecon._src.recommend.evaluation_table import EvaluationTable, evaluate_saved, personal_predictions
 from fedrecon._src.recommend.personal_words import PersonalWords, Suggestion, expected_counts
 from fedrecon._src.recommend.ranking import Recommendation, top_items
@@ -500,18 +499,3 @@ def _read_prompt(prompt: str, max_words: int) -> list[str]:
     if not sentences:
         raise DataError(f"the prompt {prompt!r} has no words: give the beginning of a sentence")
     return sentences[-1][max(0, len(sentences[-1]) - max_words + 1) :]
-
-
-def read_text(path: Path) -> str:
-    """Read a file of plain text, a pipe, or standard input as "-".
-
-    Raises:
-      DataError: it is missing, or is not UTF-8 text.
-    """
-    if not is_readable(path):
-        raise DataError(f"{path} is not a file; expected plain text. Check the path.")
-    try:
-        with open_bytes(path) as stream:
-            return stream.read().decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise DataError(f"{path} is not UTF-8 text ({problem.reason} at byte {problem.start})") from None

@@ -216,6 +216,7 @@ class Source:
     split_seed: Seed = 0
 
     caps_everyone: ClassVar[bool] = True  # whether `max_examples` limits all clients, or only those that train
+    expected: ClassVar[str] = "a path or the name of a data set"
     bounds: ClassVar[tuple[str, str]]  # how few examples a client may have, and how many are used at most: settings
 
 
@@ -338,6 +339,7 @@ class TextData(Source):
     word_count: str | None = None
     unpack: bool = False
 
+    expected = "a text file or a prepared corpus"
     bounds = ("min_sentences", "max_sentences")
 
 

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress
 from fedrecon._src.core.model import Model
 from fedrecon._src.data.ratings import RatingLimits
+from fedrecon._src.data.sources import DataError
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend.config import Config, Reading
 from fedrecon._src.recommend.round_zero import RoundZero
@@ -56,6 +58,17 @@ def metric_cells(measures: Sequence[Measure], rows: Table, corner: str = "") -> 
 
 
 ACCURACY = Measure("accuracy", "accuracy", 1, percent=True, sign=-1)
+
+
+def check_source(data: Source) -> None:
+    """Raise a `DataError` if settings name no data."""
+    check_rules({f"the data source is empty; give {data.expected}.": data.source}, DataError)
+
+
+def refuse_settings(names: Sequence[str], source: str | Path, kind: str) -> None:
+    """Raise a `DataError` if settings were given that have no use for this kind of data."""
+    if names:
+        raise DataError(f"{', '.join(f'data.{name}' for name in names)} cannot be used: {source} is {kind}.")
 
 
 class Users(NamedTuple):

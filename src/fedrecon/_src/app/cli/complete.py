@@ -55,7 +55,8 @@ parse = partial(options.parse, Complete, "complete")
 def run(args: Complete) -> int:
     """Complete and print."""
     from fedrecon._src.data import DataError, split_text
-    from fedrecon._src.recommend.serving import load_completer, read_text
+    from fedrecon._src.recommend.serving import load_completer
+    from fedrecon._src.recommend.tasks.text import read_text
 
     completer = load_completer(args.run)
     text = read_text(args.text)

@@ -53,7 +53,18 @@ from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evalu
 from fedrecon._src.recommend.round_zero import RoundZero, run_round_zero
 from fedrecon._src.recommend.settings import COLUMNS, Scale
 from fedrecon._src.recommend.stopping import say_rounds
-from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Table, Task, Users, split_users
+from fedrecon._src.recommend.task import (
+    ACCURACY,
+    Measure,
+    Read,
+    Ready,
+    Table,
+    Task,
+    Users,
+    check_source,
+    refuse_settings,
+    split_users,
+)
 from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.evaluation import Evaluation
 
@@ -82,8 +93,7 @@ def _is_collection(path: Path) -> bool:
 
 def load_ratings(settings: Data) -> Ratings:
     """Load the ratings that settings name, whole and in their own order, with titles if there are any."""
-    if settings.source == "":
-        raise DataError("the data source is empty; give a path or the name of a data set.")
+    check_source(settings)
     load_source = _load_collection if _is_collection(Path(settings.source)) else _load_file
     ratings = load_source(settings, getattr(settings, "at_least", None))
     if settings.titles is None:
@@ -95,9 +105,7 @@ def _load_collection(settings: Data, at_least: float | None) -> Ratings:
     """Load a data set by its name, or from a folder or an archive."""
     synthetic = settings.source == "synthetic"
     unused = [*changed(settings, Reading), *(["at_least"] if synthetic and at_least is not None else [])]
-    if unused:
-        options = ", ".join(f"data.{name}" for name in unused)
-        raise DataError(f"{options} cannot be used: {settings.source} is not a ratings file.")
+    refuse_settings(unused, settings.source, "not a ratings file")
     if synthetic:
         return load(settings.source).at_least(settings.min_ratings)
     return load(settings.source, min_ratings=settings.min_ratings, at_least=at_least)
@@ -196,10 +204,7 @@ class ItemsTask(Task[T, Ratings, Items]):
 
     def divide(self, config: T, data: Ratings, progress: Progress) -> Users:
         """Split the clients into those that train, validate and test."""
-        users = split_users(data, config.data)
-        if not len(users.train):
-            raise DataError(f"{config.data.source} has {len(data)} users: too few to train on.")
-        return users
+        return split_users(data, config.data)
 
     def facts(self, config: T, data: Ratings) -> dict[str, Any]:
         """Return what run.json says about the data."""

@@ -16,13 +16,23 @@ from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare
 from fedrecon._src.data.corpus_writer import KEPT_WORDS
 from fedrecon._src.data.posts import choose_preparer
 from fedrecon._src.data.sentences import PAIR_ROWS
-from fedrecon._src.data.sources import DataError, is_stream, open_bytes, private_cache
+from fedrecon._src.data.sources import DataError, is_readable, is_stream, open_bytes, private_cache
 from fedrecon._src.data.tables import PARQUET
 from fedrecon._src.models import next_word
 from fedrecon._src.recommend.config import NextWord, Reading, TextConfig, TextData, change_settings, changed
 from fedrecon._src.recommend.recipe import build_reconstruction_algorithm, evaluation_split, server_optimizer
 from fedrecon._src.recommend.stopping import say_rounds
-from fedrecon._src.recommend.task import ACCURACY, Measure, Read, Ready, Table, Task, Users
+from fedrecon._src.recommend.task import (
+    ACCURACY,
+    Measure,
+    Read,
+    Ready,
+    Table,
+    Task,
+    Users,
+    check_source,
+    refuse_settings,
+)
 from fedrecon._src.recommend.word_evaluation import word_baselines
 from fedrecon._src.server import Aggregator
 
@@ -85,6 +95,21 @@ def cohort_size(num_clients: int, *, private: bool = False) -> int:
     return min(max(num_clients // CLIENTS_PER_PLACE, LEAST_COHORT), MOST_COHORT, num_clients)
 
 
+def read_text(path: Path) -> str:
+    """Read a file of plain text, a pipe, or standard input as "-".
+
+    Raises:
+      DataError: it is missing, or is not UTF-8 text.
+    """
+    if not is_readable(path):
+        raise DataError(f"{path} is not a file; expected plain text. Check the path.")
+    try:
+        with open_bytes(path) as stream:
+            return stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path} is not UTF-8 text ({problem.reason} at byte {problem.start})") from None
+
+
 def read_words(path: Path, most: int, buckets: int) -> Vocabulary:
     """Read a vocabulary: one word per line, the most used first.
 
@@ -93,11 +118,7 @@ def read_words(path: Path, most: int, buckets: int) -> Vocabulary:
       most: take at most this many words, the first ones.
       buckets: how many buckets hold all other words.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from None
-    words = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    words = list(dict.fromkeys(line.strip() for line in read_text(path).splitlines() if line.strip()))
     if not words:
         raise DataError(f"{path} lists no words")
     return Vocabulary(tuple(words[:most]), buckets)
@@ -119,16 +140,14 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
     def load(self, config: TextConfig, progress: Progress) -> Corpus:
         """Open the corpus that settings name, preparing it the first time."""
         data, path = config.data, Path(config.data.source)
-        if data.source == "":
-            raise DataError("the data source is empty; give a text file or a prepared corpus.")
+        check_source(data)
         database = choose_preparer(path) is prepare_stackoverflow
         kind, used = ("federated Stack Overflow", DATABASE) if database else ("a file of posts", FILE)
         if path.is_dir():
             kind, used = "a prepared corpus", ()
         options: dict[str, Any] = {name: getattr(data, name) for name in changed(data, TextData)}
         idle = {*FILE, *DATABASE} - {*used, "split_seed"}  # the seed may still decide who validates
-        if unused := [f"data.{name}" for name in options if name in idle]:
-            raise DataError(f"{', '.join(unused)} cannot be used: {data.source} is {kind}.")
+        refuse_settings([name for name in options if name in idle], data.source, kind)
         options = {name.removeprefix("split_"): value for name, value in options.items() if name in used}
         if database:
             options["clients"] = {"test": 0}  # its users are those of the training split
@@ -155,8 +174,6 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
         else:
             valid = corpus.valid
         train, valid, test = (part.at_least(config.data.min_sentences) for part in (train, valid, test))
-        if not len(train):
-            raise DataError(f"{config.data.source} has no training client with {config.data.min_sentences} sentences.")
         words, most = self.legend(config, corpus), config.model.max_words
         measured = (_examples(corpus, part, words, most, progress, spelled=True) for part in (valid, test))
         return Users(_examples(corpus, train, words, most, progress, spelled=False), *measured)
@@ -173,9 +190,7 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
 
     def read(self, config: TextConfig, words: Vocabulary, path: Path, reading: Reading, progress: Progress) -> Read:
         """Read the clients of another corpus, all of them, in the words of a model."""
-        idle = [f"data.{name}" for name in changed(reading, Reading) if name != "bad_rows"]
-        if idle:
-            raise DataError(f"{', '.join(idle)} cannot be used: {path} is read as text.")
+        refuse_settings([name for name in changed(reading, Reading) if name != "bad_rows"], path, "read as text")
         options: dict[str, Any] = {}
         if not path.is_dir():
             options["bad_rows"] = reading.bad_rows
