@@ -21,6 +21,7 @@ from fedrecon._src.recommend.config import (
     TextConfig,
     TextData,
 )
+from fedrecon._src.recommend.recipe import check_some_can_learn
 from fedrecon._src.recommend.tasks import TASKS, TEXT, Measure, build_algorithm
 from fedrecon._src.recommend.tasks import text as text_task
 from fedrecon._src.recommend.tasks.text import build_next_word
@@ -141,8 +142,9 @@ def test_what_cannot_be_used_is_named(source, options, message, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     prepare_text(write_posts(tmp_path / "posts.jsonl"), tmp_path / "corpus")
     write_database(tmp_path / "so.sqlite", [("train", "1", "2010-01-08 09:34:05 UTC", "the")])
+    settings = config(source, **options)
     with pytest.raises(DataError, match=message):
-        load(config(source, **options))
+        check_some_can_learn(settings, TEXT, load(settings)[1])
 
 
 def test_clients_with_few_sentences_are_left_out(tmp_path):

@@ -187,7 +187,8 @@ def test_private_trials_have_the_noise_of_the_settings(tuned, monkeypatch):
         return runs[-1]
 
     monkeypatch.setattr(tuning, "train_algorithm", record)
-    private = {"privacy.noise_multiplier": 3.0, "rounds": 2, "data.source": str(tuned / "ratings.csv")}
+    private = {"privacy.noise_multiplier": 3.0, "privacy.rating_range": (1.0, 5.0), "rounds": 2}
+    private["data.source"] = str(tuned / "ratings.csv")
     found = fr.recommend.tune(change_settings(DEFAULT, private), trials=1)
     assert (runs[0].ledger.releases[-1].noise_multiplier, runs[0].ledger.releases[-1].rounds) == (3.0, 2)
     assert "item mean" not in found.baselines  # which would be an exact sum

@@ -252,7 +252,8 @@ def run_experiment(
     folder.checkpoint_every = config.checkpoint_every
     with folder.lock():
         earlier = broadcast(lambda: None if overwrite else run_to_resume(config, folder, resume))
-        check_same(_settings(config) | package_versions(jax, np, optax))
+        settings = by_path(to_json(config)) | {"data.source": ""}  # where the data is may differ between hosts
+        check_same(settings | package_versions(jax, np, optax))
         start_same_devices(config, folder, earlier, say)
         task = task_of(config)
         data = task.load(config, progress)
@@ -395,11 +396,6 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
             ("ended", "rounds", "interrupted", "failed", "updates", "privacy", "stopped", "best_round", "test")
         ),
     }
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """Return all settings by path, except where the data is, which may differ between hosts."""
-    return {path: value for path, value in by_path(to_json(config)).items() if path != "data.source"}
 
 
 def _located(config: Config, facts: dict[str, Any]) -> Config:

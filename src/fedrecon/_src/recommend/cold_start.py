@@ -173,9 +173,9 @@ def blend_popularity(
     plain = {**params, "popularity_weight": np.zeros_like(weights)}
     score, popular = ranking.score_by_factors(plain, unobserved, ridge), np.asarray(params["item_popularity"])
     whole = ranking.split_items(chosen, split)
-    known, hidden = (np.bincount(part.user, minlength=part.users) for part in whole)
+    num_support, num_hidden = (np.bincount(part.user, minlength=part.users) for part in whole)
     for number, k in enumerate(AFTER[1:], 1):
-        people = np.flatnonzero((hidden > 0) & (known >= k))
+        people = np.flatnonzero((num_hidden > 0) & (num_support >= k))
         if len(people) < LEAST_USERS:
             weights[number] = weights[max(number - 1, 1)]
             continue

@@ -176,6 +176,8 @@ class Config:
         for name, value in vars(privacy).items():
             idle = bool(value) and not privacy.on
             yield Rule(idle, f"privacy.{name}", "needs `privacy.epsilon` or `privacy.noise_multiplier`")
+        computed = privacy.epsilon is not None and privacy.noise_multiplier is None
+        yield Rule(computed and self.rounds < 1, "rounds", "must be at least 1 with a privacy budget")
         both = privacy.correlated is not None and privacy.clip_quantile is not None
         yield Rule(both, "privacy.correlated", "cannot be combined with `privacy.clip_quantile`: it needs one norm")
         drawn = privacy.correlated is not None and (norms.secure or self.sampling.poisson)
@@ -300,6 +302,12 @@ def check_config(config: T) -> T:
     return _validate(type(config), config)
 
 
+def check_choice(field: str, value: Any, choices: Iterable[str], purpose: str = "", source: str = "") -> None:
+    """Raise `ConfigError` if a setting is none of some choices."""
+    if value not in (names := [*choices]):
+        raise ConfigError(field, value, f"must be one of {', '.join(names)}{purpose}", source)
+
+
 def config_from_json(values: Any, source: str, task: str | None = None, base: Config | None = None) -> Config:
     """Make all settings of a run from JSON.
 
@@ -315,9 +323,8 @@ def config_from_json(values: Any, source: str, task: str | None = None, base: Co
     if not isinstance(values, Mapping):
         raise ConfigError("", values, "must be an object of settings", source)
     name = values.get("task", task or "ratings")
-    kind = CONFIGS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ConfigError("task", name, f"must be one of {', '.join(CONFIGS)}", source)
+    check_choice("task", name, CONFIGS, source=source)
+    kind = CONFIGS[name]
     base = base if type(base) is kind else kind(**{})
     return _validate(kind, json.dumps(_merged(to_json(base), values)), source)
 
@@ -494,8 +501,7 @@ def preset_of(task: str, name: str = "default") -> Config:
     Raises:
       ConfigError: the task has no such preset.
     """
-    if name not in PRESETS[task]:
-        raise ConfigError("preset", name, f"must be one of {', '.join(PRESETS[task])} for {task}")
+    check_choice("preset", name, PRESETS[task], f" for {task}")
     return PRESETS[task][name]
 
 

@@ -69,8 +69,6 @@ def _rounds_noise(
 ) -> float:
     """Return the noise multiplier of the rounds, with what round zero leaves of the budget."""
     assert config.privacy.epsilon is not None
-    if config.rounds < 1:
-        raise ValueError("`rounds` must be at least 1 with a privacy budget (got 0)")
     per_round = target.per_round if config.sampling.poisson else target.clients
     parts = {DELTA: flatten(jax.eval_shape(model.init_global, jax.random.key(0)))[0]}
 

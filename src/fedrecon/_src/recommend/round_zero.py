@@ -260,10 +260,18 @@ class RoundZero:
         Raises:
           StateError, WireError: the bytes are nothing that this round zero can end with.
         """
-        state = self.from_bytes(data)
-        if not state.done or not state.estimate.item_count.sum() >= 1:
-            raise StateError("round zero is not over, or nobody has an example")
-        return Result(data, state.estimate, state.visible_counts)
+        return self.result(self.from_bytes(data), data)
+
+    def result(self, state: Any, data: bytes | None = None) -> Result:
+        """Return what the last state says.
+
+        Args:
+          state: after all questions.
+          data: the same as bytes, if they are there already.
+        """
+        over = state.done and state.estimate.item_count.sum() >= 1
+        check_rules({"round zero is not over, or nobody has an example": over}, StateError)
+        return Result(self.to_bytes(state) if data is None else data, state.estimate, state.visible_counts)
 
     def describe(self, result: Result) -> str:
         """Return a sentence about a result."""

@@ -51,6 +51,11 @@ class SpectralState(NamedTuple):
         """The counts, as round zero of ratings has them."""
         return Estimate(np.zeros(len(self.item_count)), self.item_count)
 
+    @property
+    def visible_counts(self) -> np.ndarray:
+        """The counts, which no noise hides."""
+        return self.item_count
+
 
 @dataclass(frozen=True)
 class ClicksResult(Result):
@@ -170,14 +175,6 @@ class SpectralStart(RoundZero):
         check_rules(rules, StateError)
         return start._replace(**{**tree, "answered": number})
 
-    def read_result(self, data: bytes) -> ClicksResult:
-        """Read the last state, when all questions were answered.
-
-        Raises:
-          ValueError: the bytes are nothing that this round zero can end with.
-        """
-        return self.result(self.from_bytes(data), data)
-
     def result(self, state: Any, data: bytes | None = None) -> ClicksResult:
         """Return what the last state says.
 
@@ -185,13 +182,12 @@ class SpectralStart(RoundZero):
           state: after all questions.
           data: the same as bytes, if they are there already.
         """
-        if not state.done or not state.item_count.sum() >= 1:
-            raise StateError("round zero is not over, or nobody has any items")
+        result = super().result(state, data)
         items = state.item_count[:, None] ** 0.25 * state.basis * np.sqrt(state.values)
         clicks = state.item_count / state.item_count.sum()
         length = np.sqrt(clicks @ (items**2).sum(1))
         items = (items * (START_LENGTH / max(float(length), 1e-12))).astype(np.float32)
-        return ClicksResult(self.to_bytes(state) if data is None else data, state.estimate, state.item_count, items)
+        return ClicksResult(**vars(result), item_embedding=items)
 
     def describe(self, result: Result) -> str:
         """Return a sentence about a result."""

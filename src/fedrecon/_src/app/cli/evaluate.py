@@ -59,10 +59,7 @@ def run(args: Evaluate) -> int:
     model = open_model(args.run)
     task = model.task
     files = {"ratings": args.ratings, "clicks": args.clicks, "text": args.text}
-    file = files.pop(task.name)
-    for other, path in files.items():
-        if path is not None:
-            raise options.UsageError(f"{args.run} was trained on {task.name}: give --{task.name}, not --{other}")
+    file = options.file_of_task(args.run, task.name, files)
     if file is None:
         config, users = users_of_run(args.run, bars)
         title, part = f"{args.split} {task.people} of {args.run}", args.split

@@ -19,6 +19,7 @@ from fedrecon._src.recommend.config import (
     ClicksConfig,
     Config,
     ConfigError,
+    check_choice,
     check_config,
     config_from_json,
     preset_of,
@@ -150,10 +151,8 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
     task = values.get("task", base.task or "ratings")
     if base.task not in (None, task):
         raise ConfigError("task", base.task, f"must be {task}, as in {file}")
-    if not isinstance(task, str) or task not in PRESETS:
-        return config_from_json(values, str(file or ""), task)  # which names the rule that it breaks
-    if task not in tasks:
-        raise ConfigError("task", task, f"must be {' or '.join(tasks)} for fedrecon {command}")
+    check_choice("task", task, PRESETS, source=str(file) if "task" in values else "")
+    check_choice("task", task, tasks, f" for fedrecon {command}")
     preset = preset_of(task, base.preset or "default")
     config = config_from_json(values, str(file), task, preset) if values else preset  # pydantic is slow to import
     if base.config in (None, file):
@@ -163,6 +162,14 @@ def default_config(command: str, argv: Sequence[str], tasks: Sequence[str] = tup
 
 def _parse_base(command: str, argv: Sequence[str]) -> Base:
     return tyro.cli(Base, prog=f"fedrecon {command}", args=list(argv), return_unknown_args=True, add_help=False)[0]
+
+
+def file_of_task(run: Path, task: str, files: Mapping[str, Path | None]) -> Path | None:
+    """Return the file that is given for the task of a run; those of other tasks must not be given."""
+    for other, file in files.items():
+        if file is not None and other != task:
+            raise UsageError(f"{run} was trained on {task}: give --{task}, not --{other}")
+    return files[task]
 
 
 def parse_for_task(commands: Mapping[str, Any], command: str, argv: Sequence[str], **required: Any) -> Any:

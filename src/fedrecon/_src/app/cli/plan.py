@@ -12,7 +12,7 @@ import tyro
 from annotated_types import Gt, Le
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.recommend.config import Preset, change_settings
+from fedrecon._src.recommend.config import Preset, Rule, change_settings, enforce
 from fedrecon._src.recommend.settings import Data, PositiveInt, Rounds, Source
 
 
@@ -99,10 +99,12 @@ def parse(argv: Sequence[str]) -> MakePlan:
     required = {"words" if command is PlanText else "items": tyro.MISSING}
     start = command(settings=default, out=tyro.MISSING, **required)
     args = options.parse(command, "plan", argv, default=start, marks=NOT_IN_PLANS)
-    if args.settings.sampling != default.sampling:
-        raise options.UsageError("--sampling is for simulations; use --share, the participation rate of a node's users")
-    if args.settings.patience != default.patience:
-        raise options.UsageError("--patience is for simulations; a deployment always trains for --rounds rounds")
+    instead = {
+        "sampling": "is for simulations; use --share, the participation rate of a node's users",
+        "patience": "is for simulations; a deployment always trains for --rounds rounds",
+    }
+    changed = {name: getattr(args.settings, name) != getattr(default, name) for name in instead}
+    enforce((Rule(changed[name], name, advice) for name, advice in instead.items()), args.settings)
     return args
 
 

@@ -68,10 +68,8 @@ def run(args: Recommend) -> int:
     from fedrecon._src.recommend.tasks.ratings import with_titles
 
     model = open_for(RATINGS, args.run, CLICKS)
-    files = {"ratings": args.ratings, "clicks": args.clicks}
-    file = files.pop(model.task.name)
-    if file is None or any(files.values()):
-        raise options.UsageError(f"{args.run} was trained on {model.task.name}: give --{model.task.name} FILE")
+    file = options.file_of_task(args.run, model.task.name, {"ratings": args.ratings, "clicks": args.clicks})
+    assert file is not None  # or `rules` had refused it
     if args.titles is not None:
         model = dataclasses.replace(model, legend=with_titles(model.legend, args.titles))
     config, reading = with_columns(model.config, args.run, args.data)
