@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,20 +22,7 @@ ACCURATE_WITHIN = 0.5
 PADDED_ENTRIES = 2**20  # examples that are split together
 
 
-class RatingRows(NamedTuple):
-    """Ratings one after another: the client, the item and the rating of each."""
-
-    client: np.ndarray
-    item: np.ndarray
-    rating: np.ndarray
-
-
-class RatingHoldout(NamedTuple):
-    """Clients' examples split into support, which a baseline may use, and query, which it must predict."""
-
-    clients: int
-    support: RatingRows
-    query: RatingRows
+Columns = Mapping[str, np.ndarray]  # of examples one after another: `client`, `item` and a number of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +92,17 @@ def rating_baselines(
         raise ValueError(f"`train` and `test` must not be empty (got {len(train)} and {len(test)} clients)")
     if num_items is None:
         num_items = 1 + max(int(part.columns["item"].max()) for part in (train, test))
-    holdout = split_ratings(test, split or half())
-    query = holdout.query
-    if not len(query.rating):
+    support, query = split_examples(test, split or half(), "rating")
+    if not len(query["rating"]):
         raise ValueError("no client has query examples; use another split")
     estimate = estimate_ratings(train, num_items, trait_passes=0, transform="none")
     guesses = {
-        "global mean": np.full(len(query.rating), estimate.mean),
-        "item mean": np.clip(item_means(train, num_items)[query.item], estimate.low, estimate.high),
-        "item + user bias": estimate.restore(predict_by_biases(estimate, holdout)),
+        "global mean": np.full(len(query["rating"]), estimate.mean),
+        "item mean": np.clip(item_means(train, num_items)[query["item"]], estimate.low, estimate.high),
+        "item + user bias": estimate.restore(predict_by_biases(estimate, support, query)),
     }
-    table = {name: rating_errors(guess, query.rating, tolerance) for name, guess in guesses.items()}
-    return BaselineResults(len(np.unique(query.client)), len(query.rating), table)
+    table = {name: rating_errors(guess, query["rating"], tolerance) for name, guess in guesses.items()}
+    return BaselineResults(len(np.unique(query["client"])), len(query["rating"]), table)
 
 
 def rating_errors(guess: np.ndarray, rating: np.ndarray, tolerance: float = ACCURATE_WITHIN) -> dict[str, float]:
@@ -136,24 +121,27 @@ def rating_errors(guess: np.ndarray, rating: np.ndarray, tolerance: float = ACCU
     }
 
 
-def split_ratings(clients: Clients, split: Split) -> RatingHoldout:
+def split_examples(clients: Clients, split: Split, *numbers: str) -> list[Columns]:
     """Divide clients' examples into support and query just as `evaluate` does.
 
     Args:
-      clients: with columns `item` and `rating`.
+      clients: with a column `item`.
       split: how examples become support and query.
+      *numbers: other columns to return, in double precision.
     """
-    packer = Packer(clients, Needs(split, columns=("item", "rating")))
-    sides: tuple[list[RatingRows], list[RatingRows]] = ([], [])
+    names = ("item", *numbers)
+    packer = Packer(clients, Needs(split, columns=names))
+    sides: tuple[list[Columns], list[Columns]] = ([], [])
     many = max(1, PADDED_ENTRIES // sum(packer.lengths))
     for begin in range(0, len(clients), many):
         indices = np.arange(begin, min(begin + many, len(clients)))
         cohort = packer.pack(indices)
         for side, examples in zip(sides, (cohort.support, cohort.query), strict=True):
             mask = np.arange(examples.columns["item"].shape[1]) < examples.count[:, None]
-            item, rating = (np.asarray(examples.columns[name])[mask] for name in ("item", "rating"))
-            side.append(RatingRows(np.repeat(indices, examples.count), item, rating.astype(np.float64)))
-    return RatingHoldout(len(clients), *(RatingRows(*map(np.concatenate, zip(*side, strict=True))) for side in sides))
+            item, *others = (np.asarray(examples.columns[name])[mask] for name in names)
+            values = (np.repeat(indices, examples.count), item, *(column.astype(np.float64) for column in others))
+            side.append(dict(zip(("client", *names), values, strict=True)))
+    return [{name: np.concatenate([part[name] for part in side]) for name in ("client", *names)} for side in sides]
 
 
 # ---- means and biases ----
@@ -172,13 +160,13 @@ def item_means(train: Clients, num_items: int) -> np.ndarray:
     return np.where(count > 0, np.bincount(item, rating, num_items) / np.maximum(count, 1), rating.mean())
 
 
-def predict_by_biases(estimate: Estimate, holdout: RatingHoldout) -> np.ndarray:
+def predict_by_biases(estimate: Estimate, support: Columns, query: Columns) -> np.ndarray:
     """Predict standardised ratings of the query by the biases of items and, from the support, of clients.
 
     A client's bias is the mean residual of its standardised ratings, damped by the ridge.
     """
-    support, query = holdout.support, holdout.query
-    residual = estimate.standardize(support.rating) - estimate.item_bias[support.item]
-    count = np.bincount(support.client, minlength=holdout.clients)
-    user_bias = np.bincount(support.client, residual, holdout.clients) / (count + estimate.user_ridge)
-    return estimate.item_bias[query.item] + user_bias[query.client]
+    residual = estimate.standardize(support["rating"]) - estimate.item_bias[support["item"]]
+    clients = 1 + max(int(side["client"].max(initial=-1)) for side in (support, query))
+    count = np.bincount(support["client"], minlength=clients)
+    user_bias = np.bincount(support["client"], residual, clients) / (count + estimate.user_ridge)
+    return estimate.item_bias[query["item"]] + user_bias[query["client"]]

@@ -87,26 +87,26 @@ def rate_after(
       ['after 0', 'after 1', 'after 2']
     """
     chosen = _first_users(clients)
-    query = baselines.split_ratings(chosen, split).query
-    if not len(query.rating):
+    _, query = baselines.split_examples(chosen, split, "rating")
+    if not len(query["rating"]):
         return {}
-    supports = [baselines.split_ratings(chosen, at_most(k, split)).support for k in after]
-    item = np.concatenate([support.item for support in supports]).astype(np.int32)
-    rating = np.concatenate([support.rating for support in supports]).astype(np.float32)
-    ends = np.cumsum([np.bincount(support.client, minlength=len(chosen)) for support in supports])
+    supports = [baselines.split_examples(chosen, at_most(k, split), "rating")[0] for k in after]
+    item = np.concatenate([support["item"] for support in supports]).astype(np.int32)
+    rating = np.concatenate([support["rating"] for support in supports]).astype(np.float32)
+    ends = np.cumsum([np.bincount(support["client"], minlength=len(chosen)) for support in supports])
     local = reconstruct(algorithm, params, Clients({"item": item, "rating": rating}, np.append(0, ends[:-1]), ends))
-    count = np.bincount(query.client, minlength=len(chosen))
-    position = np.arange(len(query.item)) - np.repeat(np.cumsum(count) - count, count)
+    count = np.bincount(query["client"], minlength=len(chosen))
+    position = np.arange(len(query["item"])) - np.repeat(np.cumsum(count) - count, count)
     items = np.zeros((len(chosen), count.max()), np.int32)
-    items[query.client, position] = query.item
+    items[query["client"], position] = query["item"]
     model = algorithm.model
     # Parameters are arguments: those of a saved round are numpy arrays, which no tracer indexes.
     predict = jax.jit(jax.vmap(lambda params, local, item: model.predict(params, local, {"item": item}), (None, 0, 0)))
 
     def measure(number: int) -> float:
         people = jax.tree.map(lambda leaf: leaf[number * len(chosen) : (number + 1) * len(chosen)], local)
-        guess = np.asarray(predict(params, people, items))[query.client, position]
-        return baselines.rating_errors(guess, query.rating)["rmse"]
+        guess = np.asarray(predict(params, people, items))[query["client"], position]
+        return baselines.rating_errors(guess, query["rating"])["rmse"]
 
     return {name_after(k): measure(number) for number, k in enumerate(after)}
 
@@ -114,7 +114,7 @@ def rate_after(
 def rating_baselines_after(train: Clients, clients: Clients, split: Split, num_items: int) -> dict[str, AfterExamples]:
     """Return the RMSE of the simple baselines of ratings by how many ratings they see of a person."""
     chosen = _first_users(clients)
-    if not len(baselines.split_ratings(chosen, split).query.rating):
+    if not len(baselines.split_examples(chosen, split)[1]["item"]):
         return {}
     tables = {
         k: baselines.rating_baselines(train, chosen, split=at_most(k, split), num_items=num_items).table for k in AFTER

@@ -35,7 +35,7 @@ from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.split import Split
-from fedrecon._src.recommend.baselines import split_ratings
+from fedrecon._src.recommend.baselines import split_examples
 from fedrecon._src.simulation.evaluation import predict, reconstruct
 
 RECALL_AT, NDCG_AT, HIT_AT = (20, 50), (100,), (20,)
@@ -114,12 +114,8 @@ def split_items(clients: Clients, split: Split) -> Holdout:
       >>> fr.recommend.split_items(clients, fr.split.half()).hidden.item.tolist()
       [1, 2]
     """
-    weighted = "weight" in clients.columns
-    weight = clients.columns["weight"] if weighted else np.ones(len(clients.columns["item"]), np.float32)
-    sides = split_ratings(dataclasses.replace(clients, columns={**clients.columns, "rating": weight}), split)[1:]
-    return Holdout(
-        *(ItemSets(len(clients), side.client, side.item, side.rating if weighted else None) for side in sides)
-    )
+    sides = split_examples(clients, split, *(["weight"] if "weight" in clients.columns else []))
+    return Holdout(*(ItemSets(len(clients), side["client"], side["item"], side.get("weight")) for side in sides))
 
 
 def item_sets(clients: Clients) -> ItemSets:

@@ -19,6 +19,7 @@ from fedrecon._src.recommend.config import (
     ClicksConfig,
     Config,
     ConfigError,
+    Preset,
     check_choice,
     check_config,
     config_from_json,
@@ -121,6 +122,21 @@ class Common:
 def parse_common(argv: Sequence[str]) -> tuple[Common, list[str]]:
     """Parse the options that every command has, and return the other arguments."""
     return tyro.cli(Common, prog="fedrecon", args=list(argv), return_unknown_args=True, add_help=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """The options of commands that take all settings of a task.
+
+    Attributes:
+      preset: settings to start from; a config file and options override them. default suits ratings of any scale and
+        number, quick is the same in fewer rounds, paper has the paper's settings for MovieLens 1M.
+      config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
+    """
+
+    settings: Settings
+    preset: Preset | None = None
+    config: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,18 +12,16 @@ import tyro
 from annotated_types import Gt, Le
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.recommend.config import Preset, Rule, change_settings, enforce
+from fedrecon._src.recommend.config import Rule, change_settings, enforce
 from fedrecon._src.recommend.settings import Data, PositiveInt, Rounds, Source
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakePlan:
+class MakePlan(options.TaskOptions):
     """Write a plan for training over several nodes.
 
     Attributes:
       out: the folder for the plan.
-      config: a JSON file of settings, or the run.json of a run; options given here override it.
-      preset: the settings to build on, as for fedrecon train; default begins with round zero.
       share: the share of a node's users that train in a round.
       least_users: a node sends only sums over at least this many users.
       least_nodes: the server learns only from sums over at least this many nodes.
@@ -33,16 +31,13 @@ class MakePlan:
         others accept only nodes in this folder.
     """
 
-    settings: options.Settings
     out: Path
-    config: Path | None = None
     share: Annotated[float, Gt(0), Le(1)] = 1.0
     least_users: PositiveInt = 1
     least_nodes: PositiveInt = 1
     users: Rounds = 0
     secure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     nodes: Path | None = None
-    preset: Preset | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import Preset, Rule, to_json
+from fedrecon._src.recommend.config import Rule, to_json
 
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import ExperimentResult
@@ -48,14 +48,11 @@ Log = Literal["tensorboard", "mlflow", "wandb"]  # as in fedrecon._src.app.logs,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(options.TaskOptions):
     """Train a model by Federated Reconstruction.
 
     Attributes:
       out: the folder for everything that the run writes: run.json, metrics.jsonl, checkpoint/, model/, plots/.
-      preset: settings to start from; a config file and options override them. default suits ratings of any scale and
-        number, quick is the same in fewer rounds, paper has the paper's settings for MovieLens 1M.
-      config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
       log: also log the training to tensorboard (in the folder tensorboard/), mlflow or wandb.
       resume: continue the run in this folder, with its data and settings; the result is the same as if it had never
         stopped. If DATA is given and the folder is empty, begin a run in it.
@@ -63,10 +60,7 @@ class Train:
       distributed: run in several processes that SLURM or Open MPI started with the same options.
     """
 
-    settings: options.Settings
     out: Path | None = None
-    preset: Preset | None = None
-    config: Path | None = None
     log: Log | None = None
     resume: Path | None = None
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -11,27 +11,21 @@ import tyro
 from annotated_types import Ge
 
 from fedrecon._src.app.cli import FAILED, options, show
-from fedrecon._src.recommend.config import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune:
+class Tune(options.TaskOptions):
     """Options of `fedrecon tune` for any task.
 
     Attributes:
       out: the folder for config.json, trials.json, report.md and a picture of what mattered.
       budget: how long to search, such as 90s, 5m or 1h; at least one trial is completed.
       trials: the largest number of trials.
-      preset: settings to start from.
-      config: a JSON file of settings to start from; options given here override it.
     """
 
-    settings: options.Settings
     out: Path
     budget: str = "5m"
     trials: Annotated[int, Ge(1)] | None = None
-    preset: Preset | None = None
-    config: Path | None = None
 
 
 class TuneRatings(Tune):

@@ -23,11 +23,11 @@ from fedrecon._src.data.tables import JsonLinesError, open_table
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend import cold_start
 from fedrecon._src.recommend.baselines import (
-    RatingHoldout,
+    Columns,
     predict_by_biases,
     rating_baselines,
     rating_errors,
-    split_ratings,
+    split_examples,
 )
 from fedrecon._src.recommend.config import (
     ClicksConfig,
@@ -340,11 +340,11 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
 
     def baselines(self, config: RatingsConfig, items: Items, train: Clients | None, measured: Clients) -> Table:
         split = evaluation_split(config)
-        holdout = split_ratings(measured, split)
-        if not len(holdout.query.rating):
+        support, query = split_examples(measured, split, "rating")
+        if not len(query["rating"]):
             return {}
         if train is None:
-            return _known_baselines(config, items, holdout)
+            return _known_baselines(config, items, support, query)
         table = rating_baselines(train, measured, split=split, num_items=len(items)).table
         after = cold_start.rating_baselines_after(train, measured, split, len(items))
         return {name: {**row, **after.get(name, {})} for name, row in table.items()}
@@ -413,16 +413,16 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
         return config, items, build_model(config.model, len(items), zero and zero.estimate)
 
 
-def _known_baselines(config: RatingsConfig, items: Items, holdout: RatingHoldout) -> Table:
+def _known_baselines(config: RatingsConfig, items: Items, support: Columns, query: Columns) -> Table:
     """Measure the baselines that follow from the scale and the item biases in a model."""
     scale, liking = config.model.scale, items.liking
     if scale is None or liking is None:
         return {}
     ends = {name: getattr(scale, name) for name in ("mean", "deviation", "low", "high")}
     estimate = Estimate(liking.bias, np.zeros(len(items)), **ends, noise=liking.user_ridge, user_variance=1.0)
-    biases = predict_by_biases(estimate, holdout)
+    biases = predict_by_biases(estimate, support, query)
     guesses = {"global mean": np.zeros(len(biases)), "item + user bias": biases}
-    return {name: rating_errors(estimate.restore(guess), holdout.query.rating) for name, guess in guesses.items()}
+    return {name: rating_errors(estimate.restore(guess), query["rating"]) for name, guess in guesses.items()}
 
 
 def _round_end(end: float, seen: float) -> float:
