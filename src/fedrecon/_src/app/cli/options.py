@@ -129,8 +129,9 @@ class TaskOptions:
     """The options of commands that take all settings of a task.
 
     Attributes:
-      preset: settings to start from; a config file and options override them. default suits ratings of any scale and
-        number, quick is the same in fewer rounds, paper has the paper's settings for MovieLens 1M.
+      preset: settings to start from, which a config file and options override. default, which begins with round zero,
+        suits ratings of any scale and number, quick is the same in fewer rounds, paper has the paper's settings for
+        MovieLens 1M.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
     """
 
