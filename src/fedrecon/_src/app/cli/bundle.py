@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Rule
+from fedrecon._src.recommend.settings import Epsilon, Noise, Positive, PositiveInt, Rounds, Share
 
 if TYPE_CHECKING:
     from fedrecon._src.device.model_bundle import DeviceTraining
@@ -35,15 +37,15 @@ class Devices:
       min_examples: devices with fewer examples do not take part.
     """
 
-    rounds: int = 100
+    rounds: PositiveInt = 100
     helper: str | None = None
-    least: int = 10
-    most: int = 1000
-    per_round: int | None = None
-    clip_norm: float = 5.0
+    least: PositiveInt = 10
+    most: PositiveInt = 1000
+    per_round: PositiveInt | None = None
+    clip_norm: Positive = 5.0
     bits: Literal[20, 24, 32] = 32
-    reports_per_day: int = 4
-    min_examples: int = 2
+    reports_per_day: PositiveInt = 4
+    min_examples: PositiveInt = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,9 @@ class Privacy:
       noise_multiplier: noise in the sum of reports, in units of the clipping norm, instead of what epsilon needs.
     """
 
-    epsilon: float | None = None
-    delta: float = 1e-6
-    noise_multiplier: float | None = None
+    epsilon: Epsilon | None = None
+    delta: Share = 1e-6
+    noise_multiplier: Noise | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,8 @@ class Make:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     out: Path
     quantise: Literal["int8", "float16"] | None = None
-    examples: int = 300
-    least_ratings: int | None = None
+    examples: Annotated[int, Ge(1), Le(10**5)] = 300
+    least_ratings: Rounds | None = None
     train: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     devices: Devices = field(default_factory=Devices)
     privacy: Privacy = field(default_factory=Privacy)

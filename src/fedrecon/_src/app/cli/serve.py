@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import FAILED, options, show
 from fedrecon._src.recommend.config import Rule
+from fedrecon._src.recommend.settings import Positive, PositiveInt, Seed
 
 if TYPE_CHECKING:
     from fedrecon._src.deploy.coordinator import ServeResult
@@ -51,8 +53,8 @@ class DeviceOptions:
     helper: str | None = None
     helper_ca: Path | None = None
     sign: Path | None = None
-    retry: float = 60.0
-    seed: int = 0
+    retry: Positive = 60.0
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +107,14 @@ class Serve:
     key: Path | None = None
     ca: Path | None = None
     nodes: Path | None = None
-    per_round: int | None = None
-    oversample: float = 1.1
-    deadline: float = 60.0
-    stage_deadline: float = 15.0
-    min_nodes: int = 2
-    wait: float = 600.0
+    per_round: PositiveInt | None = None
+    oversample: Annotated[float, Ge(1), Le(1000)] = 1.1
+    deadline: Positive = 60.0
+    stage_deadline: Positive = 15.0
+    min_nodes: PositiveInt = 2
+    wait: Positive = 600.0
     algorithm: str | None = None
-    max_connections: int = 256
+    max_connections: PositiveInt = 256
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     gateway: Path | None = None
