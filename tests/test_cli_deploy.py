@@ -65,8 +65,8 @@ def test_a_plan_from_a_config_names_none_of_its_files(tmp_path):
         (["plan", "data.csv", "--items", "items.csv", "--out", "p"], "Unrecognized options: data.csv"),
         (["plan", "--titles", "t.csv", "--items", "items.csv", "--out", "p"], "Unrecognized options: --titles"),
         (["plan", "--items", "items.csv", "--out", "p", "--item-column", "id"], "no column 'id'"),
-        (["plan", "--items", "items.csv", "--out", "p", "--secure"], "`least_nodes`"),
-        (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "`share`"),
+        (["plan", "--items", "items.csv", "--out", "p", "--secure"], "--least-nodes: must be at least 2"),
+        (["plan", "--items", "items.csv", "--out", "p", "--share", "2"], "--share: "),
         (["plan", "--items", "items.csv", "--out", "p", "--privacy.epsilon", "4"], "give --users"),
         (
             ["plan", "--items", "items.csv", "--out", "p", "--sampling.drop-out", "0.1"],

@@ -172,7 +172,7 @@ class Plan(PlanOptions, abc.ABC):
             check_config(PlanOptions(**{name: getattr(self, name) for name in names}))
             enforce(self.rules(), self)
         except ConfigError as error:
-            raise PlanError(str(error)) from None
+            raise PlanError(str(error)) from error
 
     # ---- what is trained ----
 

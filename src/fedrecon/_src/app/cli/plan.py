@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> MakePlan:
 def run(args: MakePlan) -> int:
     """Write the plan and describe it."""
     from fedrecon._src.deploy.admission import read_public_keys
-    from fedrecon._src.deploy.plan import describe
+    from fedrecon._src.deploy.plan import PlanError, describe
     from fedrecon._src.deploy.settings_plan import make_plan
     from fedrecon._src.recommend.tasks.ratings import read_items
     from fedrecon._src.recommend.tasks.text import read_words
@@ -119,7 +119,10 @@ def run(args: MakePlan) -> int:
         legend = read_words(args.words, config.model.vocabulary, config.model.oov_buckets)
     names = ("share", "least_users", "least_nodes", "secure", "users")
     nodes = () if args.nodes is None else read_public_keys(args.nodes)
-    plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
+    try:
+        plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
+    except PlanError as problem:
+        raise problem.__cause__ or problem from None  # the first names a setting, and so an option
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
     show.following(f"serve {shlex.quote(str(args.out))} --out RUN --keys KEYS")
