@@ -131,7 +131,7 @@ def test_the_vocabulary_file_gives_the_words_in_its_order(database, tmp_path):
         ("the 5\nfour\n", "line 2: 'four' must be a new word and its count"),
         ("the 5\na b\n", "line 2: 'a b' must be a new word"),
         ("the 5\nthe 4\n", "line 2: 'the 4' must be a new word"),
-        ("", "is empty; expected a word and its count on each line"),
+        ("", "has no lines of a word and its count"),
         (b"BZh9\xff\xfe", "is not utf-8 text"),
         (None, "cannot read"),
     ],

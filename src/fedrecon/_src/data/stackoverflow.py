@@ -36,6 +36,7 @@ from fedrecon._src.data.sources import (
     Reader,
     RowErrors,
     check_file,
+    check_left,
     make_once,
     open_bytes,
     read_text,
@@ -123,8 +124,7 @@ def read_word_count(path: str | Path, limit: int = KEPT_WORDS) -> list[str]:
             if len(count) != 1 or not count[0].isdigit() or word in words:
                 raise DataError(f"{path} line {number}: {line[:50]!r} must be a new word and its count.")
             words[word] = None
-    if not words:
-        raise DataError(f"{path} is empty; expected a word and its count on each line.")
+    check_left(len(words), str(path), "lines of a word and its count", {})
     return list(words)
 
 

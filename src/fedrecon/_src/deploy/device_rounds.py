@@ -166,12 +166,14 @@ def _noise_of(plan: ServedPlan, algorithm: Algorithm, pace: Pace, say: Say) -> d
         allows would have less than is promised.
     """
     share = share_of_noise(algorithm)
-    if (plan.noise and plan.noise.variance) != (share and share.variance):
-        raise StorageError("the noise that the plan's devices add is not that of the algorithm; make the bundle again")
+    equal, least = (plan.noise and plan.noise.variance) == (share and share.variance), share.least if share else 0
+    rules = {
+        "the noise that the plan's devices add is not that of the algorithm; make the bundle again": equal,
+        f"`least` of the plan is {plan.least}; the noise is promised for {least} reports": plan.least >= least,
+    }
+    check_rules(rules, StorageError)
     if share is None or plan.noise is None:
         return None
-    if plan.least < share.least:
-        raise StorageError(f"`least` of the plan is {plan.least}; the noise is promised for {share.least} reports")
     delta = plan.noise.delta
     promised = epsilon_of([share.release(1.0, plan.rounds)], delta)
     say(
@@ -196,10 +198,6 @@ class _Rounds:
     pace: Pace
     say: Say
 
-    @property
-    def plan(self) -> ServedPlan:
-        return self.api.plan
-
     def run_next(self) -> dict[str, Any]:
         """Run one round, save the state after it, and return its record."""
         began, training, counts = time.monotonic(), self.training, self.api.counts
@@ -211,7 +209,7 @@ class _Rounds:
             self.api.close_round(current)
             current.spool.close()
         record = {
-            **training.step([from_vector(self.plan.complete(total), total_shapes(training.algorithm))]),
+            **training.step([from_vector(self.api.plan.complete(total), total_shapes(training.algorithm))]),
             "invited": counts["invited"],
             "answered": counted,
             "late": counts["late"],
@@ -220,8 +218,8 @@ class _Rounds:
             "bytes_sent": counts["sent"],
             "bytes_received": counts["received"],
         }
-        if (share := share_of_noise(training.algorithm)) is not None and self.plan.noise is not None:
-            record["epsilon"] = epsilon_of([share.release(1.0, training.done)], self.plan.noise.delta)
+        if (share := share_of_noise(training.algorithm)) is not None and self.api.plan.noise is not None:
+            record["epsilon"] = epsilon_of([share.release(1.0, training.done)], self.api.plan.noise.delta)
         training.record(record)
         training.checkpoint()
         current.spool.path.unlink()
@@ -240,8 +238,8 @@ class _Rounds:
         batch = secrets.token_bytes(16) if is_new else bytes.fromhex(about["batch"])
         if is_new:
             spool.unlink(missing_ok=True)
-        broadcast, reports = self._broadcast(number, batch), Spool(spool, self.plan.report_bytes)
-        closes_at = _reports_of(self.plan, self.pace)
+        broadcast, reports = self._broadcast(number, batch), Spool(spool, self.api.plan.report_bytes)
+        closes_at = _reports_of(self.api.plan, self.pace)
         current = OpenRound(number, batch, broadcast, reports, closes_at, time.monotonic() + self.pace.deadline)
         if is_new:
             self._write_batch(current, None)
@@ -265,7 +263,7 @@ class _Rounds:
     def _broadcast(self, number: int, batch: bytes) -> bytes:
         training = self.training
         about = {
-            "plan": self.plan.digest,
+            "plan": self.api.plan.digest,
             "run": self.api.run,
             "round": number,
             "key": words_of(round_key(training.seed, number)).tolist(),
@@ -277,7 +275,7 @@ class _Rounds:
 
     def _collect(self, current: OpenRound, batch_size: int | None) -> tuple[np.ndarray, int, int]:
         """Wait for enough reports and return their sum, how many there were, and how many are in it."""
-        end, needed = time.monotonic() + self.pace.patience, self.plan.least
+        end, needed = time.monotonic() + self.pace.patience, self.api.plan.least
         if batch_size is not None:  # it was closed before a restart
             self.api.close_round(current)
         while True:
@@ -296,7 +294,7 @@ class _Rounds:
                 needed, batch_size = batch_size + 1, None
                 current.closes_at = max(current.closes_at, needed)
                 continue
-            total, counted = unmask(self.plan, current.spool.reports(batch_size), answer, batch_size)
+            total, counted = unmask(self.api.plan, current.spool.reports(batch_size), answer, batch_size)
             return total, batch_size, counted
 
     def _await_reports(self, current: OpenRound, needed: int, end: float) -> None:
@@ -320,7 +318,7 @@ class _Rounds:
         records, pauses, status = current.spool.records(batch_size), backoff(), ""
         while True:
             try:
-                return helper.post(path, records, self.plan.report_bytes + batch_size)
+                return helper.post(path, records, self.api.plan.report_bytes + batch_size)
             except httpx.TransportError as error:
                 reason = helper.lasting(error)
                 if reason is None and time.monotonic() > end:
@@ -335,8 +333,8 @@ class _Rounds:
 
     def _add_open(self, spool: Spool, count: int) -> np.ndarray:
         """Add up reports that the coordinator can read."""
-        dtype = np.dtype(self.plan.dtype).newbyteorder("<")
-        total: Any = np.zeros(self.plan.length, np.float64 if self.plan.dtype == "float32" else np.uint32)
+        dtype = np.dtype(self.api.plan.dtype).newbyteorder("<")
+        total: Any = np.zeros(self.api.plan.length, np.float64 if self.api.plan.dtype == "float32" else np.uint32)
         for report in spool.reports(count):
             total += np.frombuffer(report, dtype)
-        return total.astype(self.plan.dtype)
+        return total.astype(self.api.plan.dtype)

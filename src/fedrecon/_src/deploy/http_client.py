@@ -158,7 +158,7 @@ class Connection:
             self._epoch = epoch  # the server was started since
             response, body = self._send(method, path, data, max_bytes)
         if response.status_code >= 300:
-            self._raise(response, body)
+            raise self._problem(response, body)
         return response, body
 
     def _send(self, method: str, path: str, data: bytes, max_bytes: int) -> tuple[httpx.Response, bytes]:
@@ -171,19 +171,20 @@ class Connection:
                     raise JoinError(f"{self.server} sent more than the {max_bytes} bytes that were expected")
         return response, bytes(body)
 
-    def _raise(self, response: httpx.Response, body: bytes) -> None:
+    def _problem(self, response: httpx.Response, body: bytes) -> Exception:
+        """Return what a response that refuses a request means."""
         try:
             problem = json.loads(body)
             kind, detail = str(problem["type"]).removeprefix("urn:fedrecon:"), str(problem["detail"])[:300]
         except (ValueError, KeyError, TypeError, RecursionError):
             kind, detail = "", body[:300].decode(errors="replace")
         if response.status_code in (404, 410):
-            raise _TaskOver(detail)
+            return _TaskOver(detail)
         if response.status_code == 409:
-            raise Conflict(kind, detail)
+            return Conflict(kind, detail)
         if kind in REFUSALS:
-            raise JoinError(REFUSALS[kind].format(server=self.server, detail=detail))
-        raise httpx.RemoteProtocolError(f"{response.status_code} {kind or response.reason_phrase}: {detail}")
+            return JoinError(REFUSALS[kind].format(server=self.server, detail=detail))
+        return httpx.RemoteProtocolError(f"{response.status_code} {kind or response.reason_phrase}: {detail}")
 
     def lasting(self, error: httpx.TransportError) -> str | None:
         """Say why an error will not go away by trying again; None if it may."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -30,6 +31,15 @@ _LENGTH = struct.Struct(">I")
 
 class Failure(RefusalError):
     """A message that a node or the server rejects."""
+
+
+@contextlib.contextmanager
+def fails_with(reason: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of these types into a `Failure` for this reason."""
+    try:
+        yield
+    except errors as error:
+        raise Failure(reason, str(error)) from None
 
 
 class Envelope(NamedTuple):
@@ -171,10 +181,8 @@ def read_tree(body: bytes, like: Any, *, finite: bool = True) -> Any:
     Raises:
       Failure: they are not the expected ones, or not finite although they should be.
     """
-    try:
+    with fails_with("garbage", WireError):
         tree = from_bytes(body, like, most=nbytes(like) + SLACK)
-    except WireError as error:
-        raise Failure("garbage", str(error)) from None
     if finite and not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)):
         raise Failure("not_finite", "the message has numbers that are not finite")
     return tree

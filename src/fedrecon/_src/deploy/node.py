@@ -31,6 +31,7 @@ from fedrecon._src.deploy.messages import (
     Envelope,
     Failure,
     check_request,
+    fails_with,
     largest_message,
     pack,
     purpose_of,
@@ -252,10 +253,8 @@ class Node:
 
     def _take(self, data: bytes) -> _Membership:
         """Take a new plan, if it promises enough and the owner agrees."""
-        try:
+        with fails_with("wrong_plan", PlanError):
             plan = Plan.from_bytes(data, self.algorithm)
-        except PlanError as error:
-            raise Failure("wrong_plan", str(error)) from None
         if plan.digest != self.memory.accepted:
             less = [] if self.memory.promises is None else weaker(self.memory.promises, plan.promises)
             if less:
@@ -263,10 +262,8 @@ class Node:
                 raise Failure("weaker_plan", why)
             if not self.accept(plan):
                 raise Failure("not_accepted", f"the owner has not accepted the plan {plan.digest}")
-        try:
+        with fails_with("not_accepted", ValueError):
             number = admission.number_in_plan(plan, self.key, self.trusted)
-        except ValueError as error:
-            raise Failure("not_accepted", str(error)) from None
         node_data = self.read(plan)
         users = plan.view(node_data.users)
         for part in users:
@@ -391,10 +388,8 @@ class Node:
         """Take a step of a secure sum; refuse a message that breaks the protocol."""
         from fedrecon._src.privacy import secure_sum  # whose packages are imported when it is used
 
-        try:
+        with fails_with("secure_sum", secure_sum.SecureSumError):
             return self._advertise(member, message) if message.kind == "advertise" else self._step(member, message)
-        except secure_sum.SecureSumError as error:
-            raise Failure("secure_sum", str(error)) from None
 
     def _advertise(self, member: _Membership, message: Envelope) -> bytes:
         from fedrecon._src.privacy import secure_sum

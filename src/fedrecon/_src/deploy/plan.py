@@ -385,11 +385,8 @@ def weaker(before: Promises, now: Promises) -> list[str]:
       >>> fr.deploy.weaker(before, before._replace(least_nodes=2))
       ['least_nodes falls from 3 to 2']
     """
-    losses = []
-    if before.secure and not now.secure:
-        losses.append("sums are no longer secure")
-    if before.signed and not now.signed:
-        losses.append("the keys of secure sums are no longer signed")
+    texts = {"secure": "sums are no longer secure", "signed": "the keys of secure sums are no longer signed"}
+    losses = [text for name, text in texts.items() if getattr(before, name) and not getattr(now, name)]
     for name in ("least_nodes", "least_users", "least_examples"):
         if getattr(now, name) < getattr(before, name):
             losses.append(f"{name} falls from {getattr(before, name)} to {getattr(now, name)}")

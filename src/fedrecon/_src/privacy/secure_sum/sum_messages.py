@@ -8,8 +8,8 @@ made from them. So a hostile message costs no more memory than its size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
@@ -19,6 +19,7 @@ from fedrecon._src.core.checks import check_rules
 from fedrecon._src.privacy.secure_sum.primitives import SECRET
 from fedrecon._src.privacy.secure_sum.terms import MAGIC, VERSION, MessageError, Terms
 
+T = TypeVar("T")
 VerifyKeys = Mapping[int, Ed25519PublicKey]  # of the clients that exist
 KINDS = ("", "advertise", "roster", "shares", "delivery", "masked", "request", "reveal")  # by their numbers
 _HEADER = struct.Struct(">4sBB32sQ")
@@ -90,6 +91,15 @@ class _Reader:
             raise MessageError(f"a {self._kind} message has {len(self._left)} bytes too many: it is damaged")
 
 
+def _by_client(kind: str, entries: Iterable[tuple[int, T]]) -> dict[int, T]:
+    """Return the entries of a message by client; refuse a client that is named twice."""
+    by_client: dict[int, T] = {}
+    for client, entry in entries:
+        check_rules({f"a {kind} message names client {client} twice": client not in by_client}, MessageError)
+        by_client[client] = entry
+    return by_client
+
+
 # ---- advertise, roster ----
 
 
@@ -129,14 +139,9 @@ def write_roster(terms: Terms, client: int, hellos: Sequence[bytes]) -> bytes:
 def read_roster(message: bytes, terms: Terms, client: int, verify_keys: VerifyKeys | None) -> dict[int, Hello]:
     """Read a client's circle."""
     reader = _Reader(message, "roster", terms, client)
-    circle: dict[int, Hello] = {}
-    for _ in range(reader.count()):
-        hello = read_hello(reader.take(reader.count()), terms, None, verify_keys)
-        if hello.client in circle:
-            raise MessageError(f"a roster message names client {hello.client} twice")
-        circle[hello.client] = hello
+    hellos = [read_hello(reader.take(reader.count()), terms, None, verify_keys) for _ in range(reader.count())]
     reader.end()
-    return circle
+    return _by_client("roster", ((hello.client, hello) for hello in hellos))
 
 
 # ---- shares, delivery, reveal ----
@@ -150,13 +155,8 @@ def write_entries(kind: str, terms: Terms, client: int, entries: Mapping[int, by
 
 def read_entries(kind: str, message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
     """Read what `write_entries` wrote, by the other client: whom shares are for, from, or whose secret they are of."""
-    entries: dict[int, bytes] = {}
-    for record in _Reader(message, kind, terms, client).records(_CLIENT.size + ENTRY[kind]):
-        (other,) = _CLIENT.unpack(record[: _CLIENT.size])
-        if other in entries:
-            raise MessageError(f"a {kind} message names client {other} twice")
-        entries[other] = record[_CLIENT.size :]
-    return entries
+    records = _Reader(message, kind, terms, client).records(_CLIENT.size + ENTRY[kind])
+    return _by_client(kind, ((*_CLIENT.unpack(record[: _CLIENT.size]), record[_CLIENT.size :]) for record in records))
 
 
 # ---- masked ----

@@ -230,16 +230,18 @@ class Helper:
         """
         if len(records) % RECORD or len(batch) != ID:
             raise MessageError(f"records have {RECORD} bytes each, and a batch {ID} (got {len(records)}, {len(batch)})")
-        if number >= self.plan.rounds:
-            raise Refusal(f"the plan has {self.plan.rounds} rounds, from 0 (got {number})")
         request = hashlib.sha256(batch + broadcast.encode() + records).hexdigest()
-        last = self._runs.get(run)
-        if last is not None and number <= last["round"] and (number, request) != (last["round"], last["request"]):
-            raise Refusal(f"round {last['round']} was answered; so is every round before, each once")
+        last = self._runs.get(run, {"round": -1, "request": ""})
+        again, newer = (number, request) == (last["round"], last["request"]), number > last["round"]
+        many = f"this helper has answered {MOST_RUNS} runs; use another memory, with another key and plan"
+        rules = {
+            f"the plan has {self.plan.rounds} rounds, from 0 (got {number})": number < self.plan.rounds,
+            f"round {last['round']} was answered; so is every round before, each once": again or newer,
+            many: run in self._runs or len(self._runs) < MOST_RUNS,
+        }
+        check_rules(rules, Refusal)
         if self._latest is not None and self._latest[0] == (run, number, request):
             return self._latest[1]  # it took longer than the coordinator waited
-        if last is None and len(self._runs) >= MOST_RUNS:
-            raise Refusal(f"this helper has answered {MOST_RUNS} runs; use another memory, with another key and plan")
         parts = [records[k : k + RECORD] for k in range(0, len(records), RECORD)]
         seeds = self._open_once(parts, self.plan.purpose(run, number, batch, broadcast))
         readable = [seed for seed in seeds if seed is not None]
