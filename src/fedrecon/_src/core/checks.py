@@ -122,9 +122,9 @@ def explain_validation(problem: ValidationError) -> str:
       problem: what pydantic raised.
     """
     first, *more = problem.errors(include_url=False)
-    field = ".".join(map(str, first["loc"][:1]))
     if first["type"] == "missing":
-        return f"{field!r} is missing"
+        return f"{'.'.join(map(str, first['loc']))!r} is missing"
+    field = ".".join(map(str, first["loc"][:1]))
     # of all types of a union
     rules = [error["msg"] for error in (first, *more) if error["loc"][:1] == first["loc"][:1]]
     return f"{field} {first['input']!r:.50}: {', or '.join(dict.fromkeys(rules))}".strip()

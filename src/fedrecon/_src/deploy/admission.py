@@ -33,6 +33,7 @@ LONGEST = 3650 * 86_400  # seconds for which a token may be valid
 MOST_BUDGETS = 100_000  # after which budgets that are full again are forgotten
 _DEVICE = re.compile("[A-Za-z0-9_-]{1,64}")
 _TOKEN = re.compile(r"v1\.([A-Za-z0-9_-]{1,64})\.([0-9]{1,12})\.([A-Za-z0-9_-]{43})")
+BEARER = {"WWW-Authenticate": "Bearer"}  # how devices are admitted
 MAX_CLOCK_SKEW = 300.0  # seconds between the clocks of a node and the coordinator
 NO_EPOCH = "0" * 32  # of a node that has not heard from its server yet
 REQUESTS_PER_SECOND, BURST = 200.0, 400.0  # of one key
@@ -73,11 +74,16 @@ class RefusalError(ValueError):
 
 
 class AdmissionError(RefusalError):
-    """A request that is not admitted, for one of the reasons in `PROBLEMS`."""
+    """A request that is not admitted, for one of the reasons in `PROBLEMS`.
 
-    def __init__(self, reason: str, **values: Any):
+    Attributes:
+      headers: what the response says besides.
+    """
+
+    def __init__(self, reason: str, headers: Mapping[str, str], **values: Any):
         """Explain the reason, with the values that its sentence mentions."""
         super().__init__(reason, PROBLEMS[reason].format(**values))
+        self.headers = headers
 
 
 def issue_token(secret: bytes, device: str, seconds: float = 30 * 86_400) -> str:
@@ -112,10 +118,10 @@ def device_of(secret: bytes, token: str) -> str:
       AdmissionError: it vouches for none.
     """
     if (match := _TOKEN.fullmatch(token)) is None:
-        raise AdmissionError("no-token")
+        raise AdmissionError("no-token", BEARER)
     genuine = hmac.compare_digest(match[3], _mac(secret, token.rpartition(".")[0]))
     if not genuine or int(match[2]) < time.time():
-        raise AdmissionError("expired-token" if genuine else "bad-token")
+        raise AdmissionError("expired-token" if genuine else "bad-token", BEARER)
     return match[1]
 
 
@@ -329,7 +335,8 @@ class Verifier:
         """
         values = [headers.get(name, "") for name in FIELDS]
         if (problem := self._problem(method, target, values)) is not None:
-            raise AdmissionError(problem, signed=values[1], now=int(time.time()))
+            headers = {"Retry-After": "1"} | ({"Fedrecon-Epoch": self.epoch} if problem == "epoch" else {})
+            raise AdmissionError(problem, headers, signed=values[1], now=int(time.time()))
         key = bytes.fromhex(values[0])
         self._names.setdefault(key, f"node-{key.hex()[:8]}")
         return key, values[4]

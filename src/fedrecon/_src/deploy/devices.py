@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from fedrecon._src.core.checks import check_number
-from fedrecon._src.deploy.admission import AdmissionError, Budgets, device_of
+from fedrecon._src.deploy.admission import Budgets, device_of
 from fedrecon._src.deploy.http_server import (
     ROUNDS,
     Limits,
@@ -123,10 +123,7 @@ class DeviceApi(Service):
     def _authenticate(self, request: Request) -> tuple[str, bytes]:
         """Return the name of a device, and the bytes that stand for it in a spool."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        try:
-            device = device_of(self._secret, token if scheme.lower() == "bearer" else "")
-        except AdmissionError as error:
-            raise RequestError(401, error.reason, error.why, **{"WWW-Authenticate": "Bearer"}) from None
+        device = device_of(self._secret, token if scheme.lower() == "bearer" else "")
         if not self._budgets.spend(device):
             raise RequestError(429, "too-many", f"a device may send {REQUESTS_PER_SECOND:g} requests per second")
         return device, hmac.digest(self._secret, f"fedrecon-owner {device}".encode(), "sha256")[:OWNER]

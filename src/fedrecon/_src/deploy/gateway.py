@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from pathlib import Path
-
-import jax
-import numpy as np
 
 from fedrecon._src.core.display import Say
 from fedrecon._src.core.wire import to_bytes
@@ -26,6 +22,7 @@ from fedrecon._src.deploy.messages import (
 )
 from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.registry import GATEWAY, NodeRegistry, NotEnoughNodes, Pace
+from fedrecon._src.deploy.sums import add_sums
 from fedrecon._src.deploy.transport import Channel
 from fedrecon._src.storage.atomic import write_bytes
 
@@ -133,4 +130,4 @@ class Gateway:
         self.say(f"round {message.round + (purpose == TRAIN)}, {purpose}: {answered}")
         if len(node_sum.nodes) < registry.min_nodes:
             raise Failure("error", answered)
-        return to_bytes(functools.reduce(lambda total, part: jax.tree.map(np.add, total, part), node_sum.parts))
+        return to_bytes(add_sums(node_sum.parts))

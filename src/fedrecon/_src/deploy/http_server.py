@@ -121,12 +121,16 @@ class Service:
         self.problems: collections.Counter[str] = collections.Counter()
         verbs = {name: VERBS.get(name.split("_")[0]) for name in paths}
         routes = [Route(path, getattr(self, name), methods=verbs[name]) for name, path in paths.items()]
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse})
+        handlers: Any = dict.fromkeys((HTTPException, AdmissionError), self._refuse)
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     def close(self) -> None:
         """End requests that would go on for ever."""
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:
+        if isinstance(problem, AdmissionError):
+            status = 429 if problem.reason == "too-many" else 401
+            problem = RequestError(status, problem.reason, problem.why, **problem.headers)
         assert isinstance(problem, HTTPException)
         status, detail = problem.status_code, problem.detail
         kind = getattr(problem, "kind", detail.lower().replace(" ", "-"))  # or there is no such path or method
@@ -190,11 +194,7 @@ def authenticate(verifier: Verifier, request: Request) -> tuple[bytes, str]:
     """Return the key that signed a request, and the digest of the body that it announces."""
     path, query = request.scope["raw_path"], request.scope["query_string"]
     target = (path + b"?" + query if query else path).decode("latin-1")
-    try:
-        return verifier.check(request.method, target, request.headers)
-    except AdmissionError as error:
-        headers = {"Retry-After": "1"} | ({"Fedrecon-Epoch": verifier.epoch} if error.reason == "epoch" else {})
-        raise RequestError(429 if error.reason == "too-many" else 401, error.reason, error.why, **headers) from None
+    return verifier.check(request.method, target, request.headers)
 
 
 def round_number(request: Request) -> int:

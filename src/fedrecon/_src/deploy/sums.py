@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
 from fedrecon._src.algorithms.rounds import total_shapes
@@ -262,6 +264,6 @@ def _quantile(histogram: np.ndarray, q: float) -> float:
     return float(np.interp(rank, ranks, values))
 
 
-def add_sums(parts: list[Any]) -> EvaluationSums:
-    """Add up the sums of nodes."""
-    return EvaluationSums(*(np.sum([np.asarray(part[k], float) for part in parts], 0) for k in range(4)))
+def add_sums(parts: Sequence[T]) -> T:
+    """Add up the sums of nodes, trees of arrays."""
+    return functools.reduce(lambda total, part: jax.tree.map(np.add, total, part), parts)
