@@ -344,7 +344,7 @@ def matches(challenger: Scores, other: Scores, names: tuple[str, str]) -> Verdic
     text = f"{challenger.describe(names[0])}; {other.describe(names[1])}. {change(worse, 1)}"
     return (
         worse <= MATCHES and fewer <= MATCHES,
-        f"{text}; to match is to be at most {MATCHES:.0%} worse in both.",
+        f'{text}; "matches" means at most {MATCHES:.0%} worse in both.',
     )
 
 
@@ -352,28 +352,28 @@ def much_worse(loser: Scores, other: Scores, names: tuple[str, str], aside: str 
     """Check that one's RMSE is more than 10 % higher than the other's."""
     worse = ratio(loser.rmse, other.rmse) - 1
     text = f"{loser.describe(names[0])}; {other.describe(names[1])}. {change(worse)}"
-    return worse > MUCH_WORSE, f"{text}; much worse is more than {MUCH_WORSE:.0%}.{aside and f' {aside}.'}"
+    return worse > MUCH_WORSE, f'{text}; "much worse" means more than {MUCH_WORSE:.0%}.' + (aside and f" {aside}.")
 
 
 def recovers_most(few: Scores, base: Scores, name: str) -> Verdict:
     """Check that accuracy with few steps is at least three quarters of the base's."""
     share = ratio(few.accuracy, base.accuracy)
     text = f"{few.describe(name)}; {base.describe('the base')}. That is {share:.0%} of the accuracy"
-    return share >= MOST, f"{text}; most is {MOST:.0%}."
+    return share >= MOST, f'{text}; "most" means at least {MOST:.0%}.'
 
 
 def gives_nothing(none: Scores, base: Scores, name: str) -> Verdict:
     """Check that accuracy is at most a twentieth of the base's."""
     share = ratio(none.accuracy, base.accuracy)
     text = f"{none.describe(name)}; {base.describe('the base')}. That is {share:.1%} of the accuracy"
-    return share <= NOTHING, f"{text}; nothing is at most {NOTHING:.0%}."
+    return share <= NOTHING, f'{text}; "nothing" means at most {NOTHING:.0%}.'
 
 
 def cost_little(variants: Mapping[str, Scores], base: Scores) -> Verdict:
     """Check that no variant has an RMSE more than 2 % above that of the base."""
     costs = {name: ratio(score.rmse, base.rmse) - 1 for name, score in variants.items()}
     parts = [f"{score.describe(name)}, {costs[name]:+.1%} in RMSE" for name, score in variants.items()]
-    text = f"{'; '.join(parts)}; {base.describe('the base')}. Little is at most {MATCHES:.0%}."
+    text = f'{"; ".join(parts)}; {base.describe("the base")}. "Little" means at most {MATCHES:.0%}.'
     return all(cost <= MATCHES for cost in costs.values()), text
 
 
@@ -382,7 +382,7 @@ def helps(variant: Scores, base: Scores, names: tuple[str, str]) -> Verdict:
     gain, noise = base.rmse.mean - variant.rmse.mean, max(base.rmse.deviation, variant.rmse.deviation)
     text = (
         f"{variant.describe(names[0])}; {base.describe(names[1])}. The RMSE is {abs(gain):.3f} "
-        f"{'lower' if gain > 0 else 'higher'}; to help is to lower it by more than its spread over seeds ({noise:.3f}) "
+        f'{"lower" if gain > 0 else "higher"}; "helps" means lower by more than its spread over seeds ({noise:.3f}), '
         "without a loss of accuracy."
     )
     return gain > noise and variant.accuracy.mean >= base.accuracy.mean, text

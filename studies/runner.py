@@ -288,8 +288,9 @@ def _facts(study: Study, results: Results, data: Data, plan: Plan) -> list[str]:
     minutes = sum(result["seconds"] for result in finished) / 60
     versions = {"fedrecon": fr.__version__, "python": platform.python_version()}
     versions |= {module.__name__: module.__version__ for module in (jax, np, optax)}
+    options = f"--data {Path(plan.data).name} --out FOLDER{' --quick' * plan.quick}"
     return [
-        f"Command: `python -m studies {study.name} --data {Path(plan.data).name}{' --quick' * plan.quick}`.",
+        f"Command: `python -m studies {study.name} {options}`.",
         *data.facts(),
         f"Seeds: {', '.join(map(str, seeds)) or 'none'}; all have the same training, validation and test clients. "
         "Settings were chosen on validation data.",
