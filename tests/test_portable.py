@@ -165,7 +165,7 @@ def test_damage_and_foreign_folders_are_named(tmp_path):
             tmp_path / "it",
             algorithm(fr.models.learned_default(fr.models.matrix_factorization(9, dim=3)), update=descend(0.1)),
         )
-    with pytest.raises(ValueError, match="names and shapes of the model"):
+    with pytest.raises(ValueError, match="paths and shapes of the global parameters: "):
         fr.save_algorithm(tmp_path / "other", made, {"w": np.zeros(1)})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")

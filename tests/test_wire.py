@@ -75,7 +75,7 @@ def full(shape, value, dtype):
         (with_table(values=np.zeros((3, ROW_CHUNK, 3), np.float32)), r"'parts/delta/table/values' is float32\(3"),
         (upload()._replace(examples=np.ones(2, np.float32)), "is of 3 clients, 'examples' of 2"),
         (upload()._replace(sums=np.ones((3, 1, 2), np.float32)), "'sums' is float32"),
-        (upload()._replace(parts={"delta": {}}), "only one side has 'parts/delta/dense'"),
+        (upload()._replace(parts={"delta": {}}), "'parts/delta/dense' is missing; expected float32"),
         (upload().parts, "'dict'.; expected .*'Upload'"),
     ],
 )

@@ -15,7 +15,7 @@ from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.client.lookup_tracing import by_rows
 from fedrecon._src.core.factories import RecipeError, digest_of, follow, recipe_of
 from fedrecon._src.core.model import AUTO, shapes_of
-from fedrecon._src.core.pytrees import Params, flatten
+from fedrecon._src.core.pytrees import Params, check_shapes, flatten
 from fedrecon._src.storage.arrays import check_parameters, load_arrays, save_arrays
 from fedrecon._src.storage.atomic import StorageError, atomic_folder
 from fedrecon._src.storage.manifest import Format, read_folder_manifest, write_folder_manifest
@@ -75,7 +75,7 @@ def save_algorithm(folder: str | Path, algorithm: Algorithm, params: Params, *, 
     folder, facts = Path(folder), _describe(algorithm)
     if replace:
         check_replaceable(folder, (DESCRIPTION, ARRAYS))
-    _check_shapes(algorithm, params)
+    check_shapes("params", params, shapes_of(algorithm.model.init_global))
     with atomic_folder(folder, replace=replace) as temporary:
         save_arrays(temporary / ARRAYS, jax.tree.map(np.asarray, params))
         write_folder_manifest(temporary / DESCRIPTION, FORMAT, facts)
@@ -168,10 +168,3 @@ def _describe(algorithm: Algorithm) -> dict[str, Any]:
         "parameters": {path: [str(leaf.dtype), *map(int, leaf.shape)] for path, leaf in shapes.items()},
     }
     return {**identity, "why": why, "digest": digest_of(identity)}
-
-
-def _check_shapes(algorithm: Algorithm, params: Params) -> None:
-    trees = shapes_of(algorithm.model.init_global), params
-    expected, actual = ({path: np.shape(leaf) for path, leaf in flatten(tree)[0].items()} for tree in trees)
-    if wrong := sorted(path for path in {*expected, *actual} if expected.get(path) != actual.get(path)):
-        raise ValueError(f"`params` must have the names and shapes of the model's (got a different {wrong[0]!r})")

@@ -50,9 +50,9 @@ from fedrecon._src.simulation.multihost import (
     start_jax_devices,
 )
 from fedrecon._src.simulation.training import Callback, ProgressBar, RecordCallback, Run
-from fedrecon._src.storage.atomic import StorageError, find_complete
+from fedrecon._src.storage.atomic import StorageError, find_complete, timestamp
 from fedrecon._src.storage.ownership import RUN
-from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint, package_versions, timestamp
+from fedrecon._src.storage.run_folder import RunFolder, keyed_fingerprint, package_versions
 
 
 def read_run(path: str | Path) -> tuple[Config, dict[str, Any]]:

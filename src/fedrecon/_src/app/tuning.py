@@ -42,7 +42,7 @@ from fedrecon._src.recommend.tasks import Users, build_algorithm, task_of
 from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import RecordCallback
 from fedrecon._src.storage.atomic import StorageError, without_nan, write_bytes, write_json
-from fedrecon._src.storage.ownership import lock_study
+from fedrecon._src.storage.ownership import lock_tuning
 
 TRIALS = "trials.json"
 PRIVATE_TRIALS = "privacy: every trial has the noise of a private run; the budget covers that one run, not the search"
@@ -189,7 +189,7 @@ def tune(
         raise ValueError("there are no validation users to tune on; set aside some with --data.fractions")
     check_some_can_learn(config, task, bench.users)
     # A folder that cannot be written to is noticed before anything is tried.
-    with contextlib.nullcontext() if folder is None else lock_study(Path(folder), "tuning"):
+    with contextlib.nullcontext() if folder is None else lock_tuning(Path(folder)):
         if folder is not None and (Path(folder) / TRIALS).exists():
             raise StorageError(f"{folder} already contains tuning results; choose another folder")
         ready = bench.prepare(config)

@@ -92,26 +92,29 @@ def words_of(key: Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(key), np.uint32)
 
 
-def fold_words(words: np.ndarray, number: int) -> np.ndarray:
-    """Return the words of `jax.random.fold_in(key, number)` without JAX, whose devices may be busy.
+def threefry(words: Any, counters: Any) -> tuple[Any, Any]:
+    """Encrypt counters below 2**32 with one key, by numpy (while JAX's devices may be busy) or in a graph of JAX.
 
-    This is Threefry-2x32 with 20 rounds, the generator of JAX's default keys.
+    This is Threefry-2x32 with 20 rounds, the generator of JAX's default keys: the result for a number has the words of
+    `jax.random.fold_in(key, number)`. Sums are of int32, since ONNX Runtime has no sum of uint32.
 
     Args:
-      words: the key's words.
-      number: what to fold in.
+      words: `(2,)` of uint32, of the key.
+      counters: `(...)` of int32.
+
+    Returns:
+      Both words of each, of int32.
     """
-    with np.errstate(over="ignore"):
-        keys = [words[0], words[1], words[0] ^ words[1] ^ np.uint32(0x1BD11BDA)]
-        x = [np.uint32(0) + keys[0], np.uint32(number & 0xFFFFFFFF) + keys[1]]
-        for group in range(5):
-            for rotation in ROTATIONS[group % 2]:
-                x[0] = x[0] + x[1]
-                x[1] = (x[1] << np.uint32(rotation)) | (x[1] >> np.uint32(32 - rotation))
-                x[1] = x[0] ^ x[1]
-            x[0] = x[0] + keys[(group + 1) % 3]
-            x[1] = x[1] + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return np.array(x, np.uint32)
+    first, second = words.astype(np.int32)
+    keys = (first, second, first ^ second ^ np.int32(0x1BD11BDA))
+    x, y = keys[0], counters + keys[1]
+    for group in range(5):
+        for rotation in ROTATIONS[group % 2]:
+            x = x + y
+            bits = y.astype(np.uint32)
+            y = x ^ ((bits << np.uint32(rotation)) | (bits >> np.uint32(32 - rotation))).astype(np.int32)
+        x, y = x + keys[(group + 1) % 3], y + keys[(group + 2) % 3] + np.int32(group + 1)
+    return x, y
 
 
 def as_number(words: np.ndarray) -> np.ndarray:

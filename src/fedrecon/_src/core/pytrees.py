@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Params = Any  # a pytree of arrays
 Which = str | Sequence[str] | Callable[[str, Any], bool]
@@ -62,6 +64,72 @@ def unflatten(structure: Structure, leaves: Mapping[str, Any]) -> Params:
       {'encoder': [1.0, 2.0], 'head': 4.0}
     """
     return jax.tree_util.tree_unflatten(structure.treedef, [leaves[path] for path in structure.paths])
+
+
+def to_named_arrays(tree: Any) -> dict[str, np.ndarray]:
+    """Return the leaves of a pytree as numpy arrays, by path; a pytree that is a single array is called `value`.
+
+    Args:
+      tree: of numpy or JAX arrays.
+    """
+    return {path or "value": np.asarray(leaf, order="C") for path, leaf in flatten(tree)[0].items()}
+
+
+def from_named_arrays(
+    arrays: Mapping[str, np.ndarray], like: Any, source: Any, error: type[ValueError], free: Mapping[str, int] = {}
+) -> Any:
+    """Undo `to_named_arrays`, for arrays that come from outside.
+
+    Args:
+      arrays: by path.
+      like: the expected pytree, of arrays or of shapes.
+      source: where the arrays come from, for the message of an error.
+      error: what to raise if an array is missing, unexpected, or of another type or shape.
+      free: by path, how many of the leading dimensions may have any length.
+    """
+    (leaves, structure), expected = flatten(like), {}
+    for path, leaf in leaves.items():
+        name = path or "value"
+        begin = arrays[name].shape[: free.get(path, 0)] if name in arrays else ()
+        expected[name] = f"{np.dtype(leaf.dtype)}{(*begin, *leaf.shape[len(begin) :])}"
+    if problem := first_difference({name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}, expected):
+        raise error(f"{source}: {problem}")
+    return unflatten(structure, {path: arrays[path or "value"] for path in leaves})
+
+
+def first_difference(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """Say how two mappings differ, such as `'w' is (3,); expected (4,)`, for the first name that does; None if equal.
+
+    Args:
+      actual: by name.
+      expected: what should be there, in the same form.
+    """
+    for name in sorted({*actual, *expected}):
+        if actual.get(name) != expected.get(name):
+            return f"{name!r} is {actual.get(name, 'missing')}; expected {expected.get(name, 'none')}"
+    return None
+
+
+def check_shapes(name: str, params: Params, like: Params) -> None:
+    """Raise an error unless parameters have the paths and shapes of others.
+
+    Args:
+      name: of the argument.
+      params: what was given.
+      like: the expected parameters, or their shapes.
+    """
+    shapes = [{path: np.shape(leaf) for path, leaf in flatten(tree)[0].items()} for tree in (params, like)]
+    if problem := first_difference(*shapes):
+        raise ValueError(f"`{name}` must have the paths and shapes of the global parameters: {problem}")
+
+
+def nbytes(tree: Any) -> int:
+    """Return how many bytes the arrays of a pytree take.
+
+    Args:
+      tree: of arrays or of shapes.
+    """
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 class ParamSplit(NamedTuple):

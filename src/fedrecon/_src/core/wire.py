@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from fedrecon._src.core.checks import check_rules
-from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.core.pytrees import flatten, from_named_arrays, to_named_arrays
 from fedrecon._src.core.upload import ROW_CHUNK, Upload, is_rows, map_changes
 
 FORMAT, VERSION = "fedrecon-message", "1"
@@ -43,8 +42,7 @@ def to_bytes(value: Any) -> bytes:
       >>> fr.kit.from_bytes(data, like={"bias": np.zeros(3, np.float32)})
       {'bias': array([1., 1., 1.], dtype=float32)}
     """
-    leaves, _ = flatten(_map_rows(_trim, value))
-    arrays = {path or "value": np.asarray(leaf, order="C") for path, leaf in leaves.items()}
+    arrays = to_named_arrays(_map_rows(_trim, value))
     about = {"format": FORMAT, "version": VERSION, "kind": type(value).__name__}
     return save(arrays, {ABOUT: json.dumps(about)})  # one entry, since several would come in any order
 
@@ -69,33 +67,15 @@ def from_bytes(data: bytes, like: T, *, most: int = MOST_BYTES) -> T:
     """
     if len(data) > most:
         raise WireError(f"the message has {len(data)} bytes; at most {most} are accepted")
-    kind = type(like).__name__
-    _check_header(data, kind)
+    _check_header(data, type(like).__name__)
     try:
         arrays = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as problem:
         raise WireError(f"the message is damaged: {problem}") from None
-    leaves, structure = flatten(like)
-    expected = {path or "value": leaf for path, leaf in leaves.items()}
-    if set(arrays) != set(expected):
-        odd = sorted(set(arrays) ^ set(expected))[0]
-        raise WireError(f"the message has {len(arrays)} arrays, not {len(expected)}; only one side has {odd!r}")
-    free = _free_dimensions(like)
-    for name, leaf in expected.items():
-        _check_array(name, arrays[name], leaf, free.get(name, 0))
-    value = unflatten(structure, {path: arrays[path or "value"] for path in leaves})
+    value = from_named_arrays(arrays, like, "the message", WireError, _free_dimensions(like))
     if isinstance(value, Upload):
         _check_clients(value)
     return _map_rows(_pad, value)
-
-
-def nbytes(tree: Any) -> int:
-    """Return how many bytes the arrays of a pytree take.
-
-    Args:
-      tree: of arrays or of shapes.
-    """
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _check_header(data: bytes, kind: str) -> None:
@@ -108,14 +88,6 @@ def _check_header(data: bytes, kind: str) -> None:
         actual = ("no header that can be read",)
     if actual != (FORMAT, VERSION, kind):
         raise WireError(f"the message has {actual!r}; expected {(FORMAT, VERSION, kind)!r}")
-
-
-def _check_array(name: str, array: np.ndarray, leaf: Any, free: int) -> None:
-    """Raise an error unless an array has the expected type and shape. The first `free` dimensions may differ."""
-    shape = tuple(leaf.shape)
-    if array.dtype != leaf.dtype or array.ndim != len(shape) or array.shape[free:] != shape[free:]:
-        expected = f"{np.dtype(leaf.dtype)}{('any',) * free + shape[free:]}"
-        raise WireError(f"{name!r} is {array.dtype}{array.shape}; expected {expected}")
 
 
 def _free_dimensions(like: Any) -> dict[str, int]:

@@ -27,9 +27,9 @@ from fedrecon._src.privacy.ledger import Ledger
 from fedrecon._src.recommend.stopping import why_failed
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.simulation.training import describe_round
-from fedrecon._src.storage.atomic import StorageError
+from fedrecon._src.storage.atomic import StorageError, timestamp
 from fedrecon._src.storage.manifest import Format, read_manifest, write_manifest
-from fedrecon._src.storage.run_folder import KEPT, RunFolder, package_versions, timestamp
+from fedrecon._src.storage.run_folder import KEPT, RunFolder, package_versions
 
 MAX_PAUSE = 60.0  # seconds between two attempts at a round; they grow from one
 ROUND_ZERO, ROUND_ZERO_FORMAT = "round-zero.json", Format("fedrecon-round-zero", 2)  # in the run's folder

@@ -16,7 +16,8 @@ from annotated_types import Ge, Lt
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError, with_config
 
 from fedrecon._src.algorithms.rounds import total_shapes
-from fedrecon._src.core.wire import SLACK, WireError, from_bytes, nbytes
+from fedrecon._src.core.pytrees import nbytes
+from fedrecon._src.core.wire import SLACK, WireError, from_bytes
 from fedrecon._src.deploy.admission import RefusalError
 from fedrecon._src.deploy.plan import Plan
 

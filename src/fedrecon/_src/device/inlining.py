@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
-from fedrecon._src.core.keys import ROTATIONS
+from fedrecon._src.core.keys import threefry
 
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]  # (equation, values) -> values
 
@@ -313,28 +313,6 @@ class Words:
         return jax.random.wrap_key_data(self.words)
 
 
-def _threefry(words: Array, low: Array) -> tuple[Array, Array]:
-    """Encrypt counters below 2**32 with one key.
-
-    Args:
-      words: `(2,)` of uint32.
-      low: the counters, of int32.
-
-    Returns:
-      Both words of each, of int32.
-    """
-    first, second = words.astype(jnp.int32)
-    keys = (first, second, first ^ second ^ jnp.int32(0x1BD11BDA))
-    x, y = jnp.zeros_like(low) + keys[0], low + keys[1]
-    for group in range(5):
-        for rotation in ROTATIONS[group % 2]:
-            x = x + y
-            bits = y.astype(jnp.uint32)
-            y = x ^ ((bits << np.uint32(rotation)) | (bits >> np.uint32(32 - rotation))).astype(jnp.int32)
-        x, y = x + keys[(group + 1) % 3], y + keys[(group + 2) % 3] + jnp.int32(group + 1)
-    return x, y
-
-
 def _words(keys: Any) -> Array:
     return keys.words if isinstance(keys, Words) else jax.random.key_data(keys)
 
@@ -350,14 +328,14 @@ def _one_key(keys: Any) -> Array:
 def _fold_in(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Derive a key from a key and a number."""
     low = jnp.asarray(values[1]).astype(jnp.int32).reshape(1)
-    both = jnp.concatenate(_threefry(_one_key(values[0]), low)).astype(jnp.uint32)
+    both = jnp.concatenate(threefry(_one_key(values[0]), low)).astype(jnp.uint32)
     return [Words(both.reshape(_words(values[0]).shape))]
 
 
 def _split_key(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Derive several keys from one."""
     shape = equation.outvars[0].aval.shape
-    words = _threefry(_one_key(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))
+    words = threefry(_one_key(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))
     return [Words(jnp.concatenate([word.astype(jnp.uint32)[:, None] for word in words], 1).reshape(*shape, 2))]
 
 
@@ -366,7 +344,7 @@ def _random_bits(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     shape, width = equation.outvars[0].aval.shape, equation.params["bit_width"]
     if width != 32:
         raise ExportError(f"random draws of {width} bits have no translation to ONNX")
-    x, y = _threefry(_one_key(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))
+    x, y = threefry(_one_key(values[0]), jnp.arange(math.prod(shape), dtype=jnp.int32))
     return [(x ^ y).astype(jnp.uint32).reshape(shape)]
 
 

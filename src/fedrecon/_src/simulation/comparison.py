@@ -19,9 +19,8 @@ from fedrecon._src.algorithms.validation import decide_lookups
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.display import lay_out, readable
 from fedrecon._src.core.model import shapes_of
-from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.core.pytrees import flatten, nbytes
 from fedrecon._src.core.split import Split
-from fedrecon._src.core.wire import nbytes
 from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, evaluate
 from fedrecon._src.simulation.explanation import ID_BYTES, format_size, mean_rows
 from fedrecon._src.simulation.training import EarlyStopping, Run, Validation, train

@@ -26,9 +26,8 @@ from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.cohort import Cohort, Drawn, arrange
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Model, shapes_of
-from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.core.pytrees import flatten, nbytes
 from fedrecon._src.core.upload import Total, add
-from fedrecon._src.core.wire import nbytes
 from fedrecon._src.server.aggregator import Report
 from fedrecon._src.simulation.multihost import AXIS, gather, make_global
 

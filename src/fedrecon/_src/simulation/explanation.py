@@ -18,7 +18,7 @@ from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import Needs, Packer
 from fedrecon._src.core.display import lay_out
 from fedrecon._src.core.model import AUTO, Batch, Model, shapes_of
-from fedrecon._src.core.pytrees import flatten
+from fedrecon._src.core.pytrees import flatten, nbytes
 from fedrecon._src.core.split import query_only
 
 SAMPLED = 100  # clients whose rows are counted
@@ -163,7 +163,7 @@ def _reads(model: Model, examples: Clients | Batch | None) -> dict[str, Reads]:
 
 
 def _part(path: str, leaf: Any, kind: str, reads: Reads) -> Part:
-    return Part(path, kind, tuple(leaf.shape), leaf.size * leaf.dtype.itemsize, reads.features, reads.why)
+    return Part(path, kind, tuple(leaf.shape), nbytes(leaf), reads.features, reads.why)
 
 
 def _starts(model: Model) -> dict[str, str]:

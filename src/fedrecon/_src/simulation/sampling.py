@@ -18,7 +18,7 @@ from fedrecon._src.algorithms.validation import features_of
 from fedrecon._src.core.client_sampling import Sampling
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Drawn, Packer
-from fedrecon._src.core.keys import RunKeys, as_number, fold_words, words_of
+from fedrecon._src.core.keys import RunKeys, as_number, threefry, words_of
 from fedrecon._src.simulation.engine import Layout, put_on_devices
 
 RESIDENT_BYTES = 2**27  # up to this many bytes, a population is packed once and stays on the devices
@@ -145,5 +145,5 @@ class Cohorts:
         """Return from what each of a call's clients redraws its split; None if splits are not redrawn."""
         if not self._redrawn:
             return None
-        draws = [as_number(fold_words(self._client_words, first + r)) for r in range(self._at_once)]
-        return np.repeat(np.stack(draws), clients)
+        rounds = np.arange(first, first + self._at_once).astype(np.int32)
+        return np.repeat(as_number(np.stack(threefry(self._client_words, rounds), -1)), clients)

@@ -23,7 +23,7 @@ from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.display import Progress, bars
 from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import Model, finish, metric_names
-from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.core.pytrees import check_shapes, flatten, unflatten
 from fedrecon._src.privacy.ledger import Ledger, Spending, spending
 from fedrecon._src.server.aggregator import Report
 from fedrecon._src.simulation.divergence import DivergenceMonitor
@@ -503,10 +503,8 @@ class _Stopper:
 
 def _convert_fallback(fallback: Any, params: Any) -> Any:
     """Return the fallback in the types and containers of global parameters."""
+    check_shapes("fallback", fallback, params)
     (expected, structure), (leaves, _) = flatten(params), flatten(fallback)
-    shapes = [{path: np.shape(leaf) for path, leaf in tree.items()} for tree in (expected, leaves)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"`fallback` must have the shapes of the global parameters, {shapes[0]} (got {shapes[1]})")
     return unflatten(structure, {path: np.asarray(leaves[path], leaf.dtype) for path, leaf in expected.items()})
 
 

@@ -5,7 +5,6 @@ A folder of clients holds offsets.npy, names.npy, column-<name>.npy, field-<name
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -13,13 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.core.pytrees import flatten, from_named_arrays, nbytes, to_named_arrays
 from fedrecon._src.storage.atomic import StorageError, open_regular, write_bytes
 from fedrecon._src.storage.manifest import Format, write_folder_manifest
 
@@ -38,9 +36,8 @@ def save_arrays(path: Path, tree: Any, *, mode: int = 0o666) -> None:
     Raises:
       StorageError: the disk is full, or the file cannot be written for another reason.
     """
-    leaves, _ = flatten(tree)
     try:
-        content = save({name or "value": np.asarray(leaf, order="C") for name, leaf in leaves.items()})
+        content = save(to_named_arrays(tree))
     except SafetensorError as problem:
         raise StorageError(f"{path} cannot be written: {problem}") from None
     write_bytes(path, content, mode=mode)
@@ -56,20 +53,12 @@ def load_arrays(path: Path, like: Any) -> Any:
     Raises:
       StorageError: if the file is missing, damaged, or not what is expected.
     """
-    leaves, structure = flatten(like)
-    expected = {name or "value": leaf for name, leaf in leaves.items()}
-    array_bytes = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in expected.values())
-    open_regular(path, array_bytes + MAX_HEADER_BYTES).close()
+    open_regular(path, nbytes(like) + MAX_HEADER_BYTES).close()
     try:
         arrays = load_file(path)
     except Exception as problem:
         raise StorageError(f"{path} cannot be read: {problem}") from None
-    actual = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
-    described = {name: f"{np.dtype(leaf.dtype)}{tuple(leaf.shape)}" for name, leaf in expected.items()}
-    if wrong := sorted(name for name in {*actual, *described} if actual.get(name) != described.get(name)):
-        name = wrong[0]
-        raise StorageError(f"{path}: {name!r} is {actual.get(name, 'missing')}; expected {described.get(name, 'none')}")
-    return jax.tree.map(np.asarray, unflatten(structure, {name: arrays[name or "value"] for name in leaves}))
+    return from_named_arrays(arrays, like, path, StorageError)
 
 
 def check_parameters(path: Path, tree: Any) -> None:

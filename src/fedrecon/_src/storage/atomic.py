@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import math
@@ -108,6 +109,11 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def timestamp() -> str:
+    """Return the time as our files have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,11 +11,10 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from fedrecon._src.storage.atomic import StorageError, read_bytes, read_json, write_bytes
+from fedrecon._src.storage.atomic import StorageError, read_bytes, read_json, timestamp, write_bytes
 
 SECONDS_BETWEEN_TRIES = 0.1
 MAX_LOCK_BYTES = 2**16
@@ -87,8 +86,7 @@ def _try_lock(path: Path) -> IO[str] | None:
             break
         file.close()  # its last holder removed it in the meantime
     file.truncate(0)
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n")
+    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": timestamp()}) + "\n")
     file.flush()
     return file
 
@@ -105,7 +103,7 @@ def _is_current(path: Path, file: IO[str]) -> bool:
 
 MARKER, LOCK = ".fedrecon", ".lock"
 RUN, MODEL, CHECKPOINTS, METRICS = "run.json", "model", "checkpoint", "metrics.jsonl"
-KINDS = {"run": {RUN, MODEL, CHECKPOINTS}, "study": {"rows"}, "tuning": {"trials.json"}}
+KINDS = {"run": {RUN, MODEL, CHECKPOINTS}, "tuning": {"trials.json"}}
 
 _CHECKPOINT = re.compile(r"round-\d+|\.round-\d+\.(partial|old)")
 _MODEL_FILE = re.compile(r"model\.json|global\.safetensors|\..*\.partial")
@@ -119,18 +117,17 @@ def check_run_folder(path: Path) -> None:
 
 
 @contextmanager
-def lock_study(path: Path, kind: str = "study") -> Iterator[None]:
-    """Lock the folder of a study or a tuning while a block runs, and mark it as made by fedrecon.
+def lock_tuning(path: Path) -> Iterator[None]:
+    """Lock the folder of a tuning while a block runs, and mark it as made by fedrecon.
 
     Args:
       path: the folder.
-      kind: study or tuning.
 
     Raises:
       StorageError: another process writes there, or fedrecon did not make the folder, or made it for something else.
     """
-    _check_marked(path, kind)
-    with file_lock(path / LOCK, f"the {kind} in {path}"):
+    _check_marked(path, "tuning")
+    with file_lock(path / LOCK, f"the tuning in {path}"):
         mark_folder(path)
         yield
 

@@ -8,7 +8,6 @@ is killed. The old run is restored if the new one never reaches its first checkp
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import hmac
 import json
@@ -74,11 +73,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     usable = isinstance(record, dict) and record.get("kind") in ("round", "evaluation")
     return record if usable and type(record.get("round")) is int else None
-
-
-def timestamp() -> str:
-    """Return the time as `run.json` writes it."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def package_versions(*modules: ModuleType) -> dict[str, str]:
