@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, copy_params
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.client.objectives import Objective, Problem, Solver
 from fedrecon._src.core.cohort import Examples
@@ -74,7 +73,7 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
     def reconstruct(params: Params, client_state: Any, support: Examples, keys: Array) -> Params:
         local = algorithm.method.reconstruct(params, client_state, support, keys)
         leaves = flatten(params)[0]
-        start = {path: jnp.broadcast_to(leaves[path], (len(keys), *leaves[path].shape)) for path in paths}
+        start = copy_params({path: leaves[path] for path in paths}, keys)
         solution = finetune.solve(Problem(objective(params), start, local, support, measured=False))
         return {"local": local, "finetuned": solution.params}
 

@@ -125,7 +125,7 @@ def client_round(
     """
     run = functools.partial(_compiled(_run_clients, algorithm), message)
     blocks = _run_blocks(run, algorithm, as_clients(examples, client), key, client_state, lengths)
-    return ClientRound(*_concatenate([_first(count, results) for results, count in blocks]))
+    return ClientRound(*concatenate([_first(count, results) for results, count in blocks]))
 
 
 def client_total(
@@ -171,7 +171,7 @@ def client_total(
     for (part, state), count in _run_blocks(run, algorithm, as_clients(examples, client), key, client_state, lengths):
         total = part if total is None else jax.tree.map(jnp.add, total, part)
         states.append(_first(count, state))
-    return ClientTotal(jax.tree.map(np.asarray, total), _concatenate(states))
+    return ClientTotal(jax.tree.map(np.asarray, total), concatenate(states))
 
 
 def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
@@ -316,7 +316,12 @@ def _first(count: int, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], tree)
 
 
-def _concatenate(trees: Sequence[Any]) -> Any:
+def concatenate(trees: Sequence[Any]) -> Any:
+    """Concatenate the arrays of several pytrees of one structure.
+
+    Args:
+      trees: of clients, clients first in every leaf.
+    """
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 

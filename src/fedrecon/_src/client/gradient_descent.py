@@ -17,10 +17,9 @@ from fedrecon._src.client.lookup_reach import map_labelled, reach, state_labels
 from fedrecon._src.client.lookup_tables import (
     LookupTables,
     change_rows,
-    cut,
+    map_growing,
     merge_repeats,
     phases,
-    put_back,
     read_rows,
 )
 from fedrecon._src.client.objectives import Problem, Solution, Solver, zero_sums
@@ -123,7 +122,7 @@ def gradient_descent(
             carry = _loop(advance, carry, jnp.max(todo), problem, optimizer, batch_size)
         whole, rest = jnp.divmod(todo, jnp.maximum(batches.number, 1))
         seen = whole * examples.count + jnp.minimum(rest * batch_size, examples.count)
-        return Solution(carry.params, problem.tables.cut(carry.changes), carry.sums, seen, todo)
+        return Solution(carry.params, problem.tables.without_padding(carry.changes), carry.sums, seen, todo)
 
     limit = steps * batch_size if steps else None  # without steps, whatever else reads the support reads all of it
 
@@ -155,9 +154,9 @@ def _loop(
         def unfinished(state: tuple[Array, Carry], until: Array = until) -> Array:
             return state[0] < until
 
-        start = t, cut(carry, phase.rows, labels)
+        start = t, map_growing(lambda count, leaf: leaf[:, :count], phase.rows, labels, carry)
         t, part = jax.lax.while_loop(unfinished, lambda state: (state[0] + 1, advance(*state)), start)
-        carry = put_back(carry, part, phase.rows, labels)
+        carry = map_growing(lambda count, old, new: old.at[:, :count].set(new), phase.rows, labels, carry, part)
     return carry
 
 
@@ -176,7 +175,7 @@ def _step(
 
     def step_client(
         params: Params, state: Any, changes: dict[str, Array], slot: dict[str, Array], context: Any, turn: Turn
-    ) -> _RowUpdate:
+    ) -> tuple[Carry, dict[str, Array]]:
         fetched = tables.fetch(changes, turn.batch)  # rows: (ids, ...) of each table
 
         def loss(trained: Params, rows: dict[str, Array]) -> tuple[Array, Array]:
@@ -194,35 +193,26 @@ def _step(
             updates = optax.tree.where(turn.active, updates, optax.tree.zeros_like(updates))
             new_state = optax.tree.where(turn.active, new_state, state)
         rows = {path: updates.pop(path) for path in fetched.rows}
-        return _RowUpdate(optax.apply_updates(params, updates), rows, new_state, slot, jnp.where(turn.active, sums, 0))
+        return Carry(optax.apply_updates(params, updates), rows, new_state, jnp.where(turn.active, sums, 0)), slot
 
     def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
         places = tables.places(t, turn.batch, turn.slots)
         changes = {path: read_rows(carry.changes[path], at) for path, at in places.items()}  # (clients, ids, ...)
         row_state = map_labelled(lambda path, leaf: read_rows(leaf, places[path]), labels, carry.state)
         slot = {path: at.slot for path, at in places.items() if at.slot is not None}
-        new = jax.vmap(step_client)(carry.params, row_state, changes, slot, problem.context, turn)
-        written = {path: at._replace(slot=new.slot.get(path)) for path, at in places.items()}
+        # Of `new`, changes are those of this step, and changes and state of tables are of the batch's rows.
+        new, slot = jax.vmap(step_client)(carry.params, row_state, changes, slot, problem.context, turn)
+        written = {path: at._replace(slot=slot.get(path)) for path, at in places.items()}
         state = map_labelled(
             lambda path, leaf, rows: change_rows(leaf, written[path], rows, replace=True),
             labels,
             carry.state,
             new.state,
         )
-        lists = {path: change_rows(carry.changes[path], at, new.rows[path]) for path, at in written.items()}
+        lists = {path: change_rows(carry.changes[path], at, new.changes[path]) for path, at in written.items()}
         return Carry(new.params, lists, state, carry.sums + new.sums if problem.measured else carry.sums)
 
     return advance
-
-
-class _RowUpdate(NamedTuple):
-    """The result of one client's step: new parameters and sums, updates and new state of the batch's rows."""
-
-    params: Params
-    rows: dict[str, Array]  # table -> (ids, ...) updates
-    state: Any  # of whole parameters, and of the batch's rows
-    slot: dict[str, Array]  # table -> (ids,) positions in the client's list of rows; past its end for repeats
-    sums: Array
 
 
 def _first(params: Params) -> Params:

@@ -280,7 +280,7 @@ class LookupTables(NamedTuple):
             for path, table in self.values.items()
         }
 
-    def cut(self, changes: Mapping[str, Array]) -> dict[str, Array]:
+    def without_padding(self, changes: Mapping[str, Array]) -> dict[str, Array]:
         """Return changes without the rows that only padding of the last batch needs (`in_batches`).
 
         Args:
@@ -469,33 +469,17 @@ def phases(params: Params, grows: Mapping[str, int], batch_size: int) -> list[Ph
     return [*earlier, Phase(None, capacity)]
 
 
-def cut(carry: Any, rows: Mapping[str, int], labels: Mapping[int, str]) -> Any:
-    """Keep the first rows of growing tables, and of the optimizer's state for them.
-
-    Args:
-      carry: with `params` and `state`, clients first.
-      rows: how many rows of each table; empty to keep all.
-      labels: which leaves of the state belong to which table (`state_labels`).
-    """
-    return _map_growing(lambda count, leaf: leaf[:, :count], rows, labels, carry)
-
-
-def put_back(carry: Any, part: Any, rows: Mapping[str, int], labels: Mapping[int, str]) -> Any:
-    """Undo `cut`: put the changed first rows back into the whole tables.
-
-    Args:
-      carry: as it was given to `cut`.
-      part: what `cut` returned, changed.
-      rows: as given to `cut`.
-      labels: as given to `cut`.
-    """
-    return _map_growing(lambda count, old, new: old.at[:, :count].set(new), rows, labels, carry, part)
-
-
-def _map_growing(
+def map_growing(
     function: Callable[..., Array], rows: Mapping[str, int], labels: Mapping[int, str], *carries: Any
 ) -> Any:
-    """Apply a function to growing tables and the optimizer's state for them; take all else from the last carry."""
+    """Apply a function to growing tables and the optimizer's state for them; take all else from the last carry.
+
+    Args:
+      function: `(number of rows, a table of each carry) -> table`, clients first.
+      rows: how many rows of each table there are in a phase.
+      labels: which leaves of the state belong to which table (`state_labels`).
+      *carries: with `params` and `state`.
+    """
     last = carries[-1]
     if not rows:
         return last

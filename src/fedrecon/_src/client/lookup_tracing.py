@@ -375,13 +375,12 @@ def _trace(
     def call(leaves: Any, local: Any, batch: Any, more: Any) -> Any:
         return function(unflatten(structure, leaves), local, batch, *more)
 
-    arguments = jax.tree.map(_shape, (dict(leaves), local, dict(batch), more))
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+    arguments = jax.tree.map(shape_of, (dict(leaves), local, dict(batch), more))
     closed, out = jax.make_jaxpr(call, return_shape=True)(*arguments)
     return closed, jax.tree.structure(out)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 class _AvailableRows(GatherHandler):

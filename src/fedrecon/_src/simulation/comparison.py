@@ -25,6 +25,7 @@ from fedrecon._src.simulation.evaluation import Evaluation, Evaluator, evaluate
 from fedrecon._src.simulation.explanation import ID_BYTES, format_size, mean_rows
 from fedrecon._src.simulation.training import EarlyStopping, Run, Validation, train
 
+LATEX = str.maketrans({"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$"})
 Candidates = Algorithm | Mapping[Any, Algorithm]  # one algorithm, or several by their setting
 
 
@@ -152,7 +153,7 @@ class Comparison:
         Args:
           metric: as for `cells`.
         """
-        header, *rows = (" & ".join(map(_escape, line)) + r" \\" for line in self.cells(metric))
+        header, *rows = (" & ".join(cell.translate(LATEX) for cell in line) + r" \\" for line in self.cells(metric))
         columns = "l" + "r" * (len(self.cells(metric)[0]) - 1)
         lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *rows, r"\bottomrule"]
         return "\n".join([*lines, r"\end{tabular}"]) + "\n"
@@ -361,12 +362,6 @@ def _deviation(values: Sequence[float]) -> float:
 
 def _spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f}" + (f" ± {_deviation(values):.3f}" if len(values) > 1 else "")
-
-
-def _escape(text: str) -> str:
-    for character in "&%_#":
-        text = text.replace(character, f"\\{character}")
-    return text.replace("±", r"$\pm$")
 
 
 def _check_disjoint(clients: Clients, held_out: Clients, argument: str) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.algorithms.rounds import as_clients
+from fedrecon._src.algorithms.rounds import as_clients, concatenate
 from fedrecon._src.algorithms.validation import check_reconstruction, check_values, features_of
 from fedrecon._src.client.objectives import Objective, measure_all
 from fedrecon._src.core.checks import check_choice
@@ -151,14 +151,10 @@ class Evaluator:
         return other
 
     def _block(self, shared: Any, part: tuple[Cohort, Any]) -> Any:
-        params, key = shared
-        cohort, client_state = part
-        model = self.algorithm.model
-        if self.protocol == "standard":
-            local = client_state
-        else:
-            keys = client_keys(key, cohort.identity)
-            local = self.algorithm.method.reconstruct(params, client_state, cohort.support, keys)
+        params, (cohort, client_state) = shared[0], part
+        model, local = self.algorithm.model, client_state
+        if self.protocol == "recon":
+            local = _reconstruct_block(self.algorithm, shared, part)
         objective = Objective(model, lambda local, _, batch: model.predict(params, local, batch))
         sums = measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
         if model.client_metrics is None:
@@ -198,14 +194,12 @@ class Evaluator:
         """
         if self.protocol == "standard" and self.algorithm.has_local() and not jax.tree.leaves(client_state):
             raise ValueError("`client_state` is missing: 'standard' measures local parameters from training")
-        shared = put_on_devices((params, self._key), self._layout)
+        run = functools.partial(self._run, put_on_devices((params, self._key), self._layout))
         parts = []
         with progress("evaluating", len(self.clients)) as advance:
-            for order, places in _in_parts(self.clients, self._layout, CLIENTS_AT_ONCE):
-                local = self._layout.local(order)
-                state = jax.tree.map(lambda x, local=local: np.asarray(x)[np.maximum(local, 0)], client_state)
-                parts.append(np.asarray(self._run(shared, (self._packer.pack(local), state)), np.float64)[places])
-                advance(len(places))
+            for sums in _run_in_parts(run, self._packer, self.clients, self._layout, CLIENTS_AT_ONCE, client_state):
+                parts.append(sums.astype(np.float64))
+                advance(len(sums))
         return np.concatenate(parts)
 
 
@@ -353,12 +347,8 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
     if algorithm.model.state is None:  # statistics of layers that take no mask would depend on the padding
         lengths = lengths._replace(support=_round_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
-    shared = put_on_devices((params, jax.random.key(seed)), compiled_layout)
-    parts = []
-    for order, places in _in_parts(examples, compiled_layout, PART, round_up=True):
-        local = run(shared, packer.pack(order))
-        parts.append(jax.tree.map(lambda leaf, places=places: np.asarray(leaf)[places], local))
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    run = functools.partial(run, put_on_devices((params, jax.random.key(seed)), compiled_layout))
+    return concatenate(list(_run_in_parts(run, packer, examples, compiled_layout, PART, round_up=True)))
 
 
 def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> int:
@@ -367,10 +357,17 @@ def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> in
     return rounded if most is None else max(number, min(rounded, most))
 
 
-def _in_parts(
-    clients: Clients, layout: Layout, most: int, round_up: bool = False
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield clients, at most so many at a time, in the order in which a layout runs them best, and the place of each.
+def _run_in_parts(
+    run: Callable[[tuple[Cohort, Any]], Any],
+    packer: Packer,
+    clients: Clients,
+    layout: Layout,
+    most: int,
+    client_state: Any = (),
+    *,
+    round_up: bool = False,
+) -> Iterator[Any]:
+    """Run clients, at most so many at a time, as a layout runs them best; yield results in the clients' order.
 
     Absent clients are computed too. With `round_up` their number is such that few different ones are compiled.
     """
@@ -379,20 +376,24 @@ def _in_parts(
         indices, sizes = np.full(room, ABSENT), np.zeros(room, np.int64)
         indices[: len(chosen)], sizes[: len(chosen)] = chosen, clients.sizes[chosen]
         order = layout.arrange(indices, sizes)
-        present = np.flatnonzero(order >= 0)
-        yield order, present[np.argsort(order[present])]
+        local = layout.local(order)
+        state = jax.tree.map(lambda leaf, local=local: np.asarray(leaf)[np.maximum(local, 0)], client_state)
+        results = run((packer.pack(local), state))
+        places = np.argsort(order)[len(order) - len(chosen) :]  # absent clients, with an index below 0, come first
+        yield jax.tree.map(lambda leaf, places=places: np.asarray(leaf)[places], results)
 
 
 @functools.lru_cache(maxsize=8)
 def _compile_reconstruction(algorithm: Algorithm) -> tuple[Layout, Callable[..., Any]]:
     """Return the layout of an algorithm's reconstruction, and how to run it, compiled once for every shape."""
     chosen = layout(model=algorithm.model, alone=True)
+    return chosen, compile_each(functools.partial(_reconstruct_block, algorithm), chosen)
 
-    def block(shared: Any, part: Any) -> Any:
-        keys = client_keys(shared[1], part.identity)
-        return algorithm.method.reconstruct(shared[0], (), part.support, keys)
 
-    return chosen, compile_each(block, chosen)
+def _reconstruct_block(algorithm: Algorithm, shared: tuple[Any, Any], part: tuple[Cohort, Any]) -> Any:
+    """Reconstruct the local parameters of a block of clients, given global parameters and a key."""
+    (params, key), (cohort, client_state) = shared, part
+    return algorithm.method.reconstruct(params, client_state, cohort.support, client_keys(key, cohort.identity))
 
 
 def predict(model: Model, params: Any, local: Any, batch: Mapping[str, Any]) -> np.ndarray:

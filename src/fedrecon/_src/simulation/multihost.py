@@ -6,6 +6,7 @@ Every process runs the same program. JAX connects them, notices when one stops a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -214,19 +215,28 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-class _FirstProcessFolder(RunFolder):
-    """A run's folder that only the first process reads and writes; other hosts need not have it."""
+def _in_first(method: Callable[..., Any]) -> Any:
+    """Return a method that does something in the first process alone, and returns None in the others."""
 
-    _alone = False  # while the first process does something that the others do not take part in
-
-    def _in_first(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    @functools.wraps(method)
+    def run(self: _FirstProcessFolder, *arguments: Any) -> Any:
         if not is_first_process():
             return None
         self._alone = True
         try:
-            return function(*arguments)
+            return method(self, *arguments)
         finally:
             self._alone = False
+
+    return run
+
+
+class _FirstProcessFolder(RunFolder):
+    """A run's folder that only the first process reads and writes; other hosts need not have it."""
+
+    _alone = False  # while the first process does something that the others do not take part in
+    replace, complete = _in_first(RunFolder.replace), _in_first(RunFolder.complete)
+    describe, record, checkpoint = map(_in_first, (RunFolder.describe, RunFolder.record, RunFolder.checkpoint))
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -238,34 +248,16 @@ class _FirstProcessFolder(RunFolder):
                 broadcast(lambda: stack.enter_context(lock))
             yield
 
-    def replace(self) -> None:
-        self._in_first(super().replace)
-
-    def complete(self) -> None:
-        self._in_first(super().complete)
-
-    def describe(self, facts: Mapping[str, Any]) -> None:
-        self._in_first(super().describe, facts)
-
-    def record(self, entry: Mapping[str, Any]) -> None:
-        self._in_first(super().record, entry)
-
-    def checkpoint(self, done: int, tree: Any) -> None:
-        self._in_first(super().checkpoint, done, tree)
-
     def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
-        state, restore = like, super().restore
+        restored: list[Any] = [like]
 
         def read() -> Any:
-            nonlocal state
-            newest = self._in_first(restore, like)
-            if newest is None:
-                return None
-            state = newest[1]
-            return newest[0], newest[2]
+            newest = _in_first(RunFolder.restore)(self, like)
+            restored.extend([] if newest is None else [newest[1]])
+            return None if newest is None else (newest[0], newest[2])
 
         newest = broadcast(read)
-        return None if newest is None else (newest[0], broadcast_arrays(state), newest[1])
+        return None if newest is None else (newest[0], broadcast_arrays(restored[-1]), newest[1])
 
 
 def share_folder(folder: RunFolder) -> RunFolder:
