@@ -164,7 +164,7 @@ class Packer:
         self._columns = {name: np.asarray(clients.columns[name]) for name in names}
         self.lengths = lengths or lengths_for(clients.max_size, needs)
         self._scratch = np.empty(0, np.int32)
-        self._identities = clients.identities() if 0 < len(clients) <= NAMES_HASHED else None
+        self._identities = clients.identities() if len(clients) <= NAMES_HASHED else None
         # Hosts that share `lengths` run one program, so theirs must not depend on whether ids repeat.
         in_order = lengths is None and not needs.support_rows
         self._distinct = {
@@ -184,10 +184,10 @@ class Packer:
         safe = np.where(present, indices, 0)
         starts = np.where(present, self._clients.starts[safe], 0)
         sizes = np.where(present, self._clients.ends[safe], 0) - starts
-        identity = self._identity(safe)
+        identity = self._clients.identities(safe) if self._identities is None else self._identities[safe]
         ordered = self._ordered(starts, sizes, identity, 0 if draws is None else draws)
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
-        support, query = (
+        (support, support_source), (query, query_source) = (
             self._side(origin + begin, count, length, ordered)
             for begin, count, length in zip(split.begins(sizes), split.counts(sizes), self.lengths, strict=True)
         )
@@ -196,9 +196,11 @@ class Packer:
             if self._distinct[group]:
                 cohort.num_rows[group] = query.count * sum(math.prod(query.columns[f].shape[2:]) for f in features)
                 continue
-            for side, feature in itertools.product((support, query), features):
-                _check_ids(side.columns[feature], features, rows)  # without repeats, `_all_distinct` has checked them
-            self._list_rows(cohort, group, rows, features)
+            for source, feature in itertools.product((support_source, query_source), features):
+                _check_ids(self._columns[feature][source], features, rows)  # if distinct, `_all_distinct` has done so
+            sides = [(query, query_source, cohort.slots), (support, support_source, cohort.support_slots)]
+            listed = sides if self._needs.support_rows else sides[:1]
+            cohort.rows[group], cohort.num_rows[group] = self._list_rows(listed, rows, features)
         return cohort
 
     def pack_everybody(self, most: int) -> Cohort | None:
@@ -236,11 +238,6 @@ class Packer:
         sides = [np.minimum(count, length) for count, length in zip(counts, self.lengths, strict=True)]
         return np.where(indices >= 0, sides[0] + sides[1], 0)
 
-    def _identity(self, indices: np.ndarray) -> np.ndarray:
-        if len(self._clients) == 0:
-            return np.zeros((len(indices), 2), np.uint32)
-        return self._clients.identities(indices) if self._identities is None else self._identities[indices]
-
     def _ordered(
         self, starts: np.ndarray, sizes: np.ndarray, identity: np.ndarray, draws: np.ndarray | int
     ) -> np.ndarray | None:
@@ -256,7 +253,10 @@ class Packer:
             keys = self._clients.columns[split.by][source]
         return source[np.lexsort((keys, owner))]
 
-    def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> Examples:
+    def _side(
+        self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None
+    ) -> tuple[Examples, np.ndarray]:
+        """Return the support or query of clients, and the rows of the columns that its examples come from."""
         counts = np.minimum(counts, length)
         pattern = self._needs.split.pattern
         if pattern is None:
@@ -265,31 +265,32 @@ class Packer:
             owner, j = enumerate_rows(counts)
             source = begins[owner] + pattern(np.arange(length))[j]
         source = source if ordered is None else ordered[source]
-        real = np.arange(length) < counts[:, None]
-        columns = {name: _spread(np.take(column, source, axis=0), real) for name, column in self._columns.items()}
-        return Examples(columns, counts.astype(np.int32))
+        columns = {
+            name: _spread(np.take(column, source, axis=0), counts, length) for name, column in self._columns.items()
+        }
+        return Examples(columns, counts.astype(np.int32)), source
 
-    def _list_rows(self, cohort: Cohort, group: str, table_rows: int, features: Sequence[str]) -> None:
-        """List the rows that each client touches, in order of first use, query before support."""
-        sides = [(cohort.query, cohort.slots)]
-        sides += [(cohort.support, cohort.support_slots)] if self._needs.support_rows else []
-        ids = [np.concatenate([_ids_last(side.columns[f]) for f in features], axis=2) for side, _ in sides]
-        real = [
-            np.broadcast_to((np.arange(padded.shape[1]) < side.count[:, None])[..., None], padded.shape)
-            for (side, _), padded in zip(sides, ids, strict=True)
-        ]
-        of_client, is_id = (np.concatenate([_by_example(x) for x in arrays], axis=1) for arrays in (ids, real))
-        capacity = row_capacity(of_client.shape[1], table_rows)
-        rows, num_rows, slot = self._number(of_client[is_id], is_id.sum(1), table_rows, capacity)
-        cohort.rows[group], cohort.num_rows[group] = rows, num_rows
-        ends_of_sides = np.cumsum([math.prod(padded.shape[1:]) for padded in ids])[:-1]
-        ends_of_features = np.cumsum([_ids_last(cohort.query.columns[f]).shape[2] for f in features])[:-1]
-        for (side, slots), padded, part in zip(
-            sides, ids, np.split(_spread(slot, is_id), ends_of_sides, axis=1), strict=True
-        ):
-            by_feature = np.split(part.reshape(padded.shape), ends_of_features, axis=2)
-            for feature, values in zip(features, by_feature, strict=True):
-                slots[feature] = values.reshape(side.columns[feature].shape)
+    def _list_rows(
+        self, sides: Sequence[tuple[Examples, np.ndarray, dict]], table_rows: int, features: Sequence[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """List the rows that each client touches, in order of first use; add the slots of each side's ids."""
+        columns = [_by_example(self._columns[feature]) for feature in features]
+        ids = np.concatenate([np.concatenate([column[source] for column in columns], 1) for _, source, _ in sides])
+        owner = np.concatenate([np.repeat(np.arange(len(side.count)), side.count) for side, _, _ in sides])
+        order = np.argsort(owner, kind="stable")  # all of a client's examples, those of the first side before others
+        counts, width = np.bincount(owner, minlength=len(sides[0][0].count)), ids.shape[1]
+        lengths = [side.columns[features[0]].shape[1] for side, _, _ in sides]
+        capacity = row_capacity(width * sum(lengths), table_rows)
+        rows, num_rows, numbers = self._number(ids[order].ravel(), width * counts, table_rows, capacity)
+        slots_of = np.empty(ids.shape, np.int32)
+        slots_of[order] = numbers.reshape(ids.shape)
+        by_side = np.split(slots_of, np.cumsum([len(source) for _, source, _ in sides])[:-1])
+        ends = np.cumsum([column.shape[1] for column in columns])[:-1]
+        for (side, _, slots), length, of_side in zip(sides, lengths, by_side, strict=True):
+            for feature, values in zip(features, np.split(of_side, ends, axis=1), strict=True):
+                shaped = values.reshape(len(values), *self._columns[feature].shape[1:])
+                slots[feature] = _spread(shaped, side.count, length)
+        return rows, num_rows
 
     def _number(
         self, flat: np.ndarray, counts: np.ndarray, table_rows: int, capacity: int
@@ -316,7 +317,7 @@ class Packer:
         new = first == seen
         num_rows = np.bincount(np.repeat(np.arange(clients), counts)[new], minlength=clients)
         rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
-        rows = _spread(flat[new].astype(np.int32), np.arange(capacity) < num_rows[:, None])
+        rows = _spread(flat[new].astype(np.int32), num_rows, capacity)
         return rows, num_rows.astype(np.int32), rank.astype(np.int32)
 
 
@@ -363,16 +364,12 @@ def _by_example(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
-def _ids_last(column: np.ndarray) -> np.ndarray:
-    """Return `(clients, examples, ...)` as `(clients, examples, ids)`."""
-    return column.reshape(*column.shape[:2], math.prod(column.shape[2:]))
-
-
-def _spread(values: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Arrange `(values, ...)`, those of one client after another, as `(clients, length, ...)`, with zeros elsewhere."""
-    padded = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
-    padded[real] = values
-    return padded
+def _spread(values: np.ndarray, counts: np.ndarray, length: int) -> np.ndarray:
+    """Arrange `(values, ...)`, `counts` of one client after another, as `(clients, length, ...)`, padded with zeros."""
+    padded = np.zeros((len(counts) * length, *values.shape[1:]), values.dtype)
+    begins = length * np.arange(len(counts))
+    padded[rows_of(begins, begins + counts)] = values
+    return padded.reshape(len(counts), length, *values.shape[1:])
 
 
 def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) -> np.ndarray:

@@ -159,7 +159,7 @@ def name_hashes(names: np.ndarray) -> np.ndarray:
       names: `(clients,)` of integers or text.
     """
     text = np.ascontiguousarray(names.astype(str))
-    characters = text.view(np.uint32).reshape(len(text), -1)  # (clients, longest name)
+    characters = text.view(np.uint32).reshape(len(text), text.itemsize // 4)  # (clients, longest name)
     hashes = np.zeros(len(text), np.uint64)
     with np.errstate(over="ignore"):
         for column in characters.T:
