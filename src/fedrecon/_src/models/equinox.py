@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -12,8 +13,8 @@ from jax import Array
 
 from fedrecon._src.core.checks import require
 from fedrecon._src.core.model import Model
-from fedrecon._src.core.pytrees import flatten, path_name, unflatten
-from fedrecon._src.models.network import Arrays, Mode, Network, Options, adapt
+from fedrecon._src.core.pytrees import Params, flatten, path_name
+from fedrecon._src.models.network import Mode, Network, Options, adapt
 
 
 def from_equinox(
@@ -57,24 +58,22 @@ def from_equinox(
         made = make(key)
         return made if isinstance(made, tuple) else (made, None)
 
-    def start(key: Array) -> tuple[Arrays, Arrays]:
+    def start(key: Array) -> tuple[Params, Params]:
         made, state = pair(key)
-        return flatten(eqx.filter(made, eqx.is_inexact_array))[0], _numbered(state)
+        return eqx.filter(made, eqx.is_inexact_array), _numbered(state)
 
     # Everything that is not a parameter (activation functions, sizes, flags) does not depend on the key.
     fixed_module, fixed_state = pair(jax.random.key(0))
-    trained, static = eqx.partition(fixed_module, eqx.is_inexact_array)
-    structure = flatten(trained)[1]
+    static = eqx.filter(fixed_module, eqx.is_inexact_array, inverse=True)
     has_state = fixed_state is not None
     names = inspect.signature(type(fixed_module).__call__).parameters
 
-    def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
-        whole = _in_mode(eqx, eqx.combine(unflatten(structure, params), static), mode)
+    def run(params: Params, state: Params, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Params]:
+        whole = _in_mode(eqx, eqx.combine(params, static), mode)
         # Equinox compares the types of old and new state, and what comes from outside the trace has another type (and
         # from JAX 0.11 on another sharding) than the result of an addition.
-        state = {name: leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.number) else leaf for name, leaf in state.items()}
-        numbered = [state[name] for name in _numbered(fixed_state)]
-        states = (jax.tree.unflatten(jax.tree.structure(fixed_state), numbered),) if has_state else ()
+        leaves = [leaf + 0 if jnp.issubdtype(leaf.dtype, jnp.number) else leaf for leaf in state["state"]]
+        states = (jax.tree.unflatten(jax.tree.structure(fixed_state), leaves),) if has_state else ()
 
         def call(inputs: tuple, named: dict[str, Any], key: Array | None) -> Any:
             more = {"key": key} if "key" in names else {}
@@ -89,15 +88,13 @@ def from_equinox(
             outputs, new = jax.vmap(call, axis_name=axis_name, out_axes=(0, None))(inputs, named, keys)
         return outputs, _numbered(new)
 
-    def locate(layer: Any) -> list[str] | None:
-        return _locate(original, layer) if isinstance(layer, eqx.Module) else None
-
-    return adapt(Network(start, run, "key" in names, locate, _momenta(eqx, fixed_module, fixed_state)), **options)
+    locate, momenta = functools.partial(_locate, original), _momenta(eqx, fixed_module, fixed_state)
+    return adapt(Network(start, run, "key" in names, eqx.Module, locate, momenta), **options)
 
 
-def _numbered(state: Any) -> Arrays:
-    """Name the leaves of an Equinox state by number, since they have no paths."""
-    return {f"state/{number}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
+def _numbered(state: Any) -> Params:
+    """List the leaves of an Equinox state, since they have no paths."""
+    return {"state": jax.tree.leaves(state)}
 
 
 def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
@@ -116,7 +113,7 @@ def _momenta(eqx: Any, module: Any, state: Any) -> dict[str, float]:
             continue
         index = layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
         momenta |= {id(leaf): layer.momentum for leaf in jax.tree.leaves(state.get(index))}
-    return {name: momenta[id(leaf)] for name, leaf in _numbered(state).items() if id(leaf) in momenta}
+    return {name: momenta[id(leaf)] for name, leaf in flatten(_numbered(state))[0].items() if id(leaf) in momenta}
 
 
 def _in_mode(eqx: Any, module: Any, mode: Mode) -> Any:

@@ -13,7 +13,7 @@ from jax import Array
 from fedrecon._src.core.checks import MOST_FLOAT, check_number
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step, Weighted, predict_in, shapes_of
-from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, unflatten
+from fedrecon._src.core.pytrees import Params, Which, flatten, select_paths, unflatten
 
 
 @register_factory
@@ -112,8 +112,7 @@ def implicit_feedback(model: Model, num_ids: int, *, feature: str = "item", move
         raise ValueError("`model` must have local parameters and must not use implicit feedback already")
 
     leaves, structure = flatten(local)
-    matches = matcher(moves, "moves", leaves)
-    moved = [path for path, leaf in leaves.items() if matches(path, leaf)]
+    moved = select_paths(moves, "moves", leaves)
 
     def init_global(key: Array) -> Params:
         zeros = {path: jnp.zeros((num_ids, *leaves[path].shape), leaves[path].dtype) for path in moved}

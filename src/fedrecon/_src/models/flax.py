@@ -15,7 +15,7 @@ from jax import Array
 from fedrecon._src.core.checks import require
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Batch, Model
-from fedrecon._src.core.pytrees import flatten, unflatten
+from fedrecon._src.core.pytrees import Params, flatten
 from fedrecon._src.models.network import (
     Arrays,
     Mode,
@@ -73,7 +73,6 @@ def _linen(module: Any, example: Batch | Clients | None, options: Options) -> Ne
         raise ValueError("`example` is missing: a Linen module infers its shapes from it; give a batch or clients")
     inputs, named = feed(options["inputs"], as_batch(example))
     off = mode_arguments(type(module).__call__, Mode())
-    structures: dict[str, Any] = {}
     drops: list[bool] = []  # for each layer that was called, whether it may use dropout
     momenta: dict[str, float] = {}
 
@@ -84,35 +83,30 @@ def _linen(module: Any, example: Batch | Clients | None, options: Options) -> Ne
             momenta.update({"/".join(("batch_stats", *layer.path, name)): layer.momentum for name in ("mean", "var")})
         return _in_linen_mode(linen, Mode(), call, args, kwargs, context)
 
-    def init(key: Array) -> tuple[Arrays, Arrays]:
+    def init(key: Array) -> tuple[Params, Params]:
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         with linen.intercept_methods(first_call):
             variables = dict(linen.meta.unbox(module.init(keys, *inputs, **named, **off)))
-        params, structures["params"] = flatten(variables.pop("params", {}))
-        state, structures["state"] = flatten(variables)
-        return params, state
+        return variables.pop("params", {}), variables
 
-    def apply(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
-        held = unflatten(structures["state"], state)
-        variables = {"params": unflatten(structures["params"], params), **held}
+    def apply(params: Params, state: Params, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Params]:
+        variables = {"params": params, **state}
         rngs = {} if mode.key is None else {"params": mode.key, "dropout": jax.random.fold_in(mode.key, 1)}
         arguments = named | mode_arguments(type(module).__call__, mode)
         with linen.intercept_methods(functools.partial(_in_linen_mode, linen, mode)):
-            if not mode.statistics or not held:
+            if not mode.statistics or not state:
                 return module.apply(variables, *inputs, **arguments, rngs=rngs), state
-            outputs, new = module.apply(variables, *inputs, **arguments, rngs=rngs, mutable=list(held))
-        return outputs, flatten(held | dict(new))[0]
+            outputs, new = module.apply(variables, *inputs, **arguments, rngs=rngs, mutable=list(state))
+        return outputs, state | dict(new)
 
-    def locate(layer: Any) -> list[str] | None:
-        if not isinstance(layer, linen.Module):
-            return None
+    def locate(layer: Any) -> list[str]:
         if layer.name is None:
             raise ValueError("`local` is a Linen module without a name; name it (name='head') or give a path pattern")
-        paths = jax.eval_shape(init, jax.random.key(0))[0]
+        paths = flatten(jax.eval_shape(init, jax.random.key(0))[0])[0]
         return [path for path in paths if layer.name in path.split("/")[:-1]]
 
     jax.eval_shape(init, jax.random.key(0))
-    return Network(init, apply, bool(off) or any(drops), locate, momenta)
+    return Network(init, apply, bool(off) or any(drops), linen.Module, locate, momenta)
 
 
 def _in_linen_mode(linen: Any, mode: Mode, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -208,15 +202,13 @@ def _nnx(module: Any) -> Network:
             _mask.reset(token)
         return outputs, _by_path(nnx.state(whole, nnx.BatchStat))
 
-    def locate(layer: Any) -> list[str] | None:
-        if not isinstance(layer, nnx.Module):
-            return None
+    def locate(layer: Any) -> list[str]:
         prefixes = [_name(path) for path, node in nnx.iter_modules(fixed) if node is layer]
         return [f"{prefix}/{path}" for prefix in prefixes for path in _by_path(nnx.state(layer, nnx.Param))]
 
     norms = [(path, layer) for path, layer in nnx.iter_modules(fixed) if isinstance(layer, nnx.BatchNorm)]
     momenta = {_name((*path, name)): layer.momentum for path, layer in norms for name in ("mean", "var")}
-    return Network(values, apply, random, locate, momenta)
+    return Network(values, apply, random, nnx.Module, locate, momenta)
 
 
 def _name(path: tuple) -> str:

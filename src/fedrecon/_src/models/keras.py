@@ -116,16 +116,14 @@ def _network(keras: Any, model: Any) -> Network:
             outputs = _call(keras, model, inputs, named, {"training": training})
         return outputs, {path: scope.get_current_value(variable) for path, variable in state.items()}
 
-    def locate(layer: Any) -> list[str] | None:
-        if not isinstance(layer, keras.layers.Layer):
-            return None
+    def locate(layer: Any) -> list[str]:
         weight_ids = {id(variable) for variable in layer.weights}
         return [path for path, variable in params.items() if id(variable) in weight_ids]
 
     norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
     momenta = {id(v): layer.momentum for layer in norms for v in (layer.moving_mean, layer.moving_variance)}
     averages = {path: momenta[id(variable)] for path, variable in state.items() if id(variable) in momenta}
-    return Network(init, apply, bool(seeds), locate, averages)
+    return Network(init, apply, bool(seeds), keras.layers.Layer, locate, averages)
 
 
 def _all_layers(keras: Any, model: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedrecon._src.core.checks import near_miss
+from fedrecon._src.core.checks import check_known, near_miss
 from fedrecon._src.core.model import Batch, Metric, Weighted
 
 Values = Callable[[Any, Any], Any]  # (predictions, labels) -> (examples, ...)
@@ -80,8 +80,7 @@ def feature(batch: Batch, name: str, argument: str) -> Array:
       name: the feature's name.
       argument: the argument that named it.
     """
-    if name not in batch:
-        raise ValueError(f"`{argument}` names {name!r}{near_miss(name, batch)}; a batch has: {', '.join(batch)}")
+    check_known(argument, name, batch, "a batch has")
     return batch[name]
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrecon._src.core.checks import check_choice, check_number, near_miss
+from fedrecon._src.core.checks import check_choice, check_known, check_number, check_selection, near_miss
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step
-from fedrecon._src.core.pytrees import Params, flatten, unflatten
+from fedrecon._src.core.pytrees import Params, flatten, select_paths, unflatten
 from fedrecon._src.models.losses import CLASS_LOSSES, Loss, Metrics, feature, make_loss, make_metrics
 
 Treatment = Literal["local", "averaged", "frozen"]
@@ -42,17 +42,19 @@ class Network(NamedTuple):
     """A model of some framework as functions.
 
     Attributes:
-      init: `key -> (parameters by path, state by path)`. Values that are not random are the same for every key.
+      init: `key -> (parameters, state)`, two pytrees. Values that are not random are the same for every key.
       apply: `(parameters, state, inputs, named inputs, mode) -> (outputs, state)`.
       random: whether anything in it may use a key.
-      locate: `layer -> paths of its parameters`; None if the argument is not a layer.
+      layers: the class of the framework's layers.
+      locate: `layer -> paths of its parameters`.
       momenta: the momentum, by path, of state that is a moving average; with 1 it never moves.
     """
 
-    init: Callable[[Array], tuple[Arrays, Arrays]]
-    apply: Callable[[Arrays, Arrays, tuple, dict[str, Any], Mode], tuple[Any, Arrays]]
+    init: Callable[[Array], tuple[Params, Params]]
+    apply: Callable[[Any, Any, tuple, dict[str, Any], Mode], tuple[Any, Params]]
     random: bool = False
-    locate: Locate = lambda layer: None
+    layers: Any = ()
+    locate: Callable[[Any], Collection[str]] = lambda layer: ()
     momenta: Mapping[str, float] = {}
 
 
@@ -110,7 +112,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     state, inputs = options.get("state"), options["inputs"]
     label, weight = options.get("label", "label"), options.get("weight")
     check_choice("state", state, (None, "local", "averaged", "frozen"))
-    shapes, state_shapes = jax.eval_shape(network.init, jax.random.key(0))
+    (shapes, structure), (state_shapes, state_structure) = map(flatten, jax.eval_shape(network.init, jax.random.key(0)))
     if not shapes:
         raise ValueError("the model has no parameters; build it first, by calling it on some examples")
     parts = _Parts(network, shapes, options["local"], options.get("frozen", ()))
@@ -124,7 +126,7 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     # jit drops unused results, so drawing one client's local parameters does not draw the global tables.
     def draw(selection: Selection, state_paths: Collection[str] = ()) -> Callable[[Array], Arrays]:
         def init(key: Array) -> Arrays:
-            params, state = network.init(key)
+            params, state = (flatten(tree)[0] for tree in network.init(key))
             drawn = {path: params[path] if ids is None else params[path][ids] for path, ids in selection.items()}
             return drawn | _take(state, state_paths)
 
@@ -135,9 +137,10 @@ def adapt(network: Network, **options: Unpack[Options]) -> Model:
     frozen_state = draw({}, set(state_shapes) - set(averaged) - set(local_state))(key)
 
     def run(shared: Params, local: Params, batch: Batch, mode: Mode) -> tuple[Any, Arrays]:
-        params = {**parts.merge(shared, local), **frozen_params}
-        state = {**frozen_state, **_take(shared, averaged), **_take(local, local_state)}
-        return network.apply(params, state, *feed(inputs, batch), mode)
+        params = unflatten(structure, parts.merge(shared, local) | frozen_params)
+        state = unflatten(state_structure, frozen_state | _take(shared, averaged) | _take(local, local_state))
+        outputs, new = network.apply(params, state, *feed(inputs, batch), mode)
+        return outputs, flatten(new)[0]
 
     def predict_train(shared: Params, local: Params, batch: Batch, step: Step) -> Any:
         return run(shared, local, batch, Mode(live, step.key, step.mask if live else None))[0]
@@ -178,11 +181,11 @@ class _Parts:
 
     def __init__(self, network: Network, shapes: Arrays, local: Any, frozen: Any):
         floats = {path for path, leaf in shapes.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
-        whole = select(frozen, "frozen", shapes, network.locate)
+        whole = select(frozen, "frozen", shapes, network)
         if by_rows := [path for path, ids in whole.items() if ids is not None]:
             raise ValueError(f"`frozen` selects rows of {by_rows[0]!r}; select whole parameters")
         self.frozen = set(whole) | (set(shapes) - floats)
-        self.local = select(local, "local", shapes, network.locate)
+        self.local = select(local, "local", shapes, network)
         if isinstance(local, str) and local == "*":
             self.local = {path: ids for path, ids in self.local.items() if path not in self.frozen}
         for path in sorted(self.frozen & set(self.local)):
@@ -265,9 +268,7 @@ def mask_padding(mask: Array | None, examples: Array | None, x: Array) -> Array 
 # ---- selection of parameters: by pattern, by layer, by predicate, or some rows of a table ----
 
 
-MOST_LISTED = 20
 Selection = dict[str, np.ndarray | None]  # by path: ascending ids of rows; None for the whole parameter
-Locate = Callable[[Any], Collection[str] | None]  # a layer -> the paths of its parameters; None for anything else
 
 
 class LocalRows(NamedTuple):
@@ -301,7 +302,7 @@ def rows(pattern: str, ids: slice | Sequence[int] | np.ndarray) -> LocalRows:
     return LocalRows(pattern, ids)
 
 
-def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate = lambda layer: None) -> Selection:
+def select(which: Any, argument: str, leaves: Mapping[str, Any], network: Network) -> Selection:
     """Find the parameters that an argument selects.
 
     Args:
@@ -309,7 +310,7 @@ def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate 
         layer `head`), a layer, a predicate `(path, leaf) -> bool`, `rows(...)`, or several of these.
       argument: the name of the argument, for error messages.
       leaves: parameters by path.
-      locate: finds the paths of a layer's parameters.
+      network: finds the paths of a layer's parameters.
 
     Raises:
       ValueError: if any of them selects nothing.
@@ -318,32 +319,27 @@ def select(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate 
     several = isinstance(which, (list, tuple, set, frozenset)) and not isinstance(which, LocalRows)
     for item in which if several else [which]:
         pattern, ids = item if isinstance(item, LocalRows) else (item, None)
-        for path in _paths(pattern, argument, leaves, locate):
+        for path in _paths(pattern, argument, leaves, network):
             if path in selection and (selection[path] is None) != (ids is None):
                 raise ValueError(f"`{argument}` selects {path!r} twice, whole and by rows; give one of them")
             selection[path] = None if ids is None else _row_numbers(path, leaves[path], ids)
     return selection
 
 
-def _paths(which: Any, argument: str, leaves: Mapping[str, Any], locate: Locate) -> Collection[str]:
+def _paths(which: Any, argument: str, leaves: Mapping[str, Any], network: Network) -> Collection[str]:
     if isinstance(which, str):
         paths = [p for p in leaves if fnmatch.fnmatchcase(p, which) or fnmatch.fnmatchcase(p, f"{which}/*")]
-    elif (located := locate(which)) is not None:
+    elif isinstance(which, network.layers):
+        located = network.locate(which)
         paths = [path for path in leaves if path in located]
     elif callable(which):
-        paths = [path for path, leaf in leaves.items() if which(path, leaf)]
+        paths = select_paths(which, argument, leaves)
     else:
         raise TypeError(
             f"`{argument}` must be a path pattern, a layer of this model, a predicate of path and leaf, or a list of "
             f"these (got {which!r})"
         )
-    if not paths:
-        hint = near_miss(which, leaves) if isinstance(which, str) else ""
-        more = f" and {len(leaves) - MOST_LISTED} more" if len(leaves) > MOST_LISTED else ""
-        raise ValueError(
-            f"`{argument}` is {which!r:.60}, which selects no parameter of this model{hint}; "
-            f"the parameters are: {', '.join(list(leaves)[:MOST_LISTED])}{more}"
-        )
+    check_selection(argument, which, paths, leaves)
     return paths
 
 
@@ -396,24 +392,16 @@ def from_function(
     """
     make = init if callable(init) else lambda key: init
     names = inspect.signature(apply).parameters
-    structures: dict[str, Any] = {}  # of parameters and state, known once `make` has run
 
-    def start(key: Array) -> tuple[Arrays, Arrays]:
-        params, structures["params"] = flatten(make(key))
-        state, structures["state"] = flatten(init_state)
-        return params, state
-
-    def run(params: Arrays, state: Arrays, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Arrays]:
+    def run(params: Params, state: Params, inputs: tuple, named: dict[str, Any], mode: Mode) -> tuple[Any, Params]:
         more = mode_arguments(apply, mode) | {n: getattr(mode, n) for n in ("key", "mask") if n in names}
-        whole = unflatten(structures["params"], params)
         if init_state is None:
-            return apply(whole, *inputs, **named, **more), state
-        outputs, new = apply(whole, unflatten(structures["state"], state), *inputs, **named, **more)
-        return outputs, flatten(new)[0]
+            return apply(params, *inputs, **named, **more), state
+        return apply(params, state, *inputs, **named, **more)
 
-    momenta = momentum if isinstance(momentum, Mapping) else dict.fromkeys(flatten(init_state)[0], momentum)
+    state_paths = flatten(init_state)[0]
+    momenta = momentum if isinstance(momentum, Mapping) else dict.fromkeys(state_paths, momentum)
     for path, value in momenta.items():
-        if path not in flatten(init_state)[0]:
-            raise ValueError(f"`momentum` names {path!r}{near_miss(path, flatten(init_state)[0])}, which is not state")
+        check_known("momentum", path, state_paths, "the state is")
         check_number("momentum", value, most=1, below=True)
-    return adapt(Network(start, run, random="key" in names, momenta=momenta), **options)
+    return adapt(Network(lambda key: (make(key), init_state), run, "key" in names, momenta=momenta), **options)
