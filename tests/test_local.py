@@ -228,7 +228,7 @@ def test_a_parameter_without_a_ridge_is_an_error():
 def test_a_pattern_that_matches_nothing_is_an_error():
     model = factorization()
     algorithm = solving(model, fr.least_squares({"bias": 1.0, "*": 1.0}))
-    with pytest.raises(ValueError, match="`ridge` pattern 'bias' matched nothing"):
+    with pytest.raises(ValueError, match="`ridge`: 'bias' selects no parameter"):
         fr.reconstruct(algorithm, model.init_global(jax.random.key(1)), rated([3]))
 
 

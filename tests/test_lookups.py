@@ -268,7 +268,10 @@ def test_an_untrue_declaration_stops_training_before_the_first_round():
 @pytest.mark.parametrize(
     ("lookups", "message"),
     [
-        ({"tabel": "item"}, "`lookups` names 'tabel'; the global parameters are: scale, table"),
+        (
+            {"tabel": "item"},
+            r"`lookups` names 'tabel' .did you mean 'table'\?.; the global parameters are: scale, table",
+        ),
         ({"table": "itme"}, "no column 'itme': `lookups` names it; the clients have item"),
     ],
 )

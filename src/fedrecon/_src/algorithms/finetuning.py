@@ -10,10 +10,11 @@ from jax import Array
 from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, copy_params
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.client.objectives import Objective, Problem, Solver
+from fedrecon._src.core.checks import check_selection
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Model, shapes_of
-from fedrecon._src.core.pytrees import Params, Which, flatten, matcher, unflatten
+from fedrecon._src.core.pytrees import Params, Which, flatten, select_paths, unflatten
 
 
 @register_factory
@@ -49,10 +50,8 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
     """
     model = algorithm.model
     shapes = flatten(shapes_of(model.init_global))[0]
-    matches = matcher(which, "which", shapes)
-    paths = [path for path, leaf in shapes.items() if matches(path, leaf) and path not in averaged_paths(model)]
-    if not paths:
-        raise ValueError(f"`which` matched nothing; the global parameters are: {', '.join(shapes)}")
+    paths = [path for path in select_paths(which, "which", shapes) if path not in averaged_paths(model)]
+    check_selection("which", which, paths, shapes)
 
     def with_finetuned(params: Params, finetuned: dict[str, Any]) -> Params:
         leaves, structure = flatten(params)

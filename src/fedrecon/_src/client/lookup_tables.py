@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 from fedrecon._src.client.lookup_reach import map_labelled
-from fedrecon._src.core.checks import check_column
+from fedrecon._src.core.checks import check_column, check_known
 from fedrecon._src.core.cohort import row_capacity
 from fedrecon._src.core.model import AUTO, Batch, Model
 from fedrecon._src.core.pytrees import Params, flatten, unflatten
@@ -126,8 +126,8 @@ def check_paths(lookups: Collection[str], leaves: Collection[str]) -> None:
       lookups: paths of the tables.
       leaves: paths of the global parameters.
     """
-    if missing := [path for path in lookups if path not in leaves]:
-        raise ValueError(f"`lookups` names {missing[0]!r}; the global parameters are: {', '.join(leaves)}")
+    for path in lookups:
+        check_known("lookups", path, leaves, "the global parameters are")
 
 
 def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> None:

@@ -16,7 +16,7 @@ from jax import Array
 
 from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.pytrees import Which, by_pattern, flatten, matcher, unflatten
+from fedrecon._src.core.pytrees import Which, by_pattern, flatten, select_paths, unflatten
 
 sgd = register_factory(optax.sgd)
 adam = register_factory(optax.adam)
@@ -194,8 +194,7 @@ def keep_constant(optimizer: optax.GradientTransformation, which: Which) -> opta
 
     def labels(params: Any) -> Any:
         leaves, structure = flatten(params)
-        constant = matcher(which, "which", leaves)
-        names = {path: "constant" if constant(path, leaf) else "free" for path, leaf in leaves.items()}
-        return unflatten(structure, names)
+        constant = dict.fromkeys(select_paths(which, "which", leaves), "constant")
+        return unflatten(structure, dict.fromkeys(leaves, "free") | constant)
 
     return optax.multi_transform({"free": optimizer, "constant": optax.set_to_zero()}, labels)

@@ -115,6 +115,44 @@ def near_miss(name: str, names: Collection[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
+MOST_LISTED = 20  # names in a message
+
+
+def check_known(argument: str, name: str, known: Collection[str], owner: str) -> None:
+    """Check that an argument names something that there is.
+
+    Args:
+      argument: its name.
+      name: what it names.
+      known: the names of all that there is.
+      owner: and a verb, such as "a batch has".
+
+    Raises:
+      ValueError: there is nothing of this name.
+    """
+    if name not in known:
+        raise ValueError(f"`{argument}` names {name!r}{near_miss(name, known)}; {owner}: {', '.join(known)}")
+
+
+def check_selection(argument: str, which: Any, selected: Collection[str], known: Collection[str]) -> None:
+    """Check that an argument selects at least one parameter.
+
+    Args:
+      argument: its name.
+      which: a pattern, or anything else that selects parameters.
+      selected: the paths of those that it selects.
+      known: the paths of all parameters.
+
+    Raises:
+      ValueError: it selects none.
+    """
+    if not selected:
+        hint = near_miss(which, known) if isinstance(which, str) else ""
+        more = f" and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else ""
+        listed = f"{', '.join(list(known)[:MOST_LISTED])}{more}"
+        raise ValueError(f"`{argument}`: {which!r:.60} selects no parameter{hint}; the parameters are: {listed}")
+
+
 def explain_validation(problem: ValidationError) -> str:
     """Return the field, the value and the rule of the first error that pydantic found.
 

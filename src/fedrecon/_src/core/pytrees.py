@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedrecon._src.core.checks import check_rules, check_selection
+
 Params = Any  # a pytree of arrays
 Which = str | Sequence[str] | Callable[[str, Any], bool]
 
@@ -132,6 +134,16 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
+def copy_leaves(tree: Params, clients: int) -> Params:
+    """Return a copy of every leaf for every client, clients first.
+
+    Args:
+      tree: of arrays.
+      clients: how many there are.
+    """
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients, *jnp.shape(leaf))), tree)
+
+
 class ParamSplit(NamedTuple):
     """Parameters that are solved for, those that are held fixed, and `merge(free, fixed)` to combine them again."""
 
@@ -180,7 +192,7 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
       A `Partition`; `merge(shared, local, frozen)` returns the pytree again.
 
     Raises:
-      ValueError: if `local` matches nothing or everything, if a pattern of `frozen` matches nothing, if a leaf is
+      ValueError: if `local` selects nothing or everything, if a pattern of `frozen` selects nothing, if a leaf is
         both, or if a leaf to be trained is not floating point.
 
     Example:
@@ -192,18 +204,19 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
       (['item/bias'], ['user/bias'])
     """
     leaves, structure = flatten(params)
-    is_local, is_frozen = matcher(local, "local", leaves), matcher(frozen, "frozen", leaves)
-    parts: tuple[dict, dict, dict] = ({}, {}, {})
-    for path, leaf in leaves.items():
-        if is_local(path, leaf) and is_frozen(path, leaf):
-            raise ValueError(f"`local` and `frozen` overlap: both match {path!r}; make one of them narrower")
-        part = 1 if is_local(path, leaf) else 2 if is_frozen(path, leaf) else 0
-        if part != 2 and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise ValueError(f"{path!r} is {jnp.result_type(leaf)}, which cannot be trained; match it with `frozen`")
-        parts[part][path] = leaf
-    if not parts[0] or not parts[1]:
-        many = "everything, so nothing would be left for the server to learn" if parts[1] else "nothing"
-        raise ValueError(f"`local` matched {many}; the paths are: {', '.join(leaves)}")
+    local_paths, frozen_paths = select_paths(local, "local", leaves), select_paths(frozen, "frozen", leaves)
+    check_selection("local", local, local_paths, leaves)
+    shared_paths = [path for path in leaves if path not in (*local_paths, *frozen_paths)]
+    both = [path for path in local_paths if path in frozen_paths]
+    types = {path: jnp.result_type(leaves[path]) for path in (*shared_paths, *local_paths)}
+    untrainable = {path: str(kind) for path, kind in types.items() if not jnp.issubdtype(kind, jnp.inexact)}
+    rules = {
+        f"`local` and `frozen` overlap: both select {both}; make one of them narrower": not both,
+        f"{untrainable} cannot be trained; select them with `frozen`": not untrainable,
+        "`local` selects everything, so nothing would be left for the server to learn": shared_paths,
+    }
+    check_rules(rules)
+    parts = ({path: leaves[path] for path in paths} for paths in (shared_paths, local_paths, frozen_paths))
 
     def merge(shared: Mapping[str, Any], local: Mapping[str, Any], frozen: Mapping[str, Any]) -> Params:
         return unflatten(structure, {**shared, **local, **frozen})
@@ -211,8 +224,8 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
     return Partition(*parts, merge)
 
 
-def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str, Any], bool]:
-    """Return a predicate `(path, leaf) -> bool` for the selected leaves.
+def select_paths(which: Which, name: str, leaves: Mapping[str, Any]) -> list[str]:
+    """List the paths of the selected leaves.
 
     Args:
       which: a glob pattern on the path, several of them, or a predicate.
@@ -223,12 +236,11 @@ def matcher(which: Which, name: str, leaves: Mapping[str, Any]) -> Callable[[str
       ValueError: if a pattern matches no leaf.
     """
     if callable(which):
-        return which
+        return [path for path, leaf in leaves.items() if which(path, leaf)]
     patterns = [which] if isinstance(which, str) else list(which)
     for pattern in patterns:
-        if not fnmatch.filter(leaves, pattern):
-            raise ValueError(f"`{name}` pattern {pattern!r} matched nothing; the paths are: {', '.join(leaves)}")
-    return lambda path, leaf: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        check_selection(name, pattern, fnmatch.filter(leaves, pattern), leaves)
+    return [path for path in leaves if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)]
 
 
 def by_pattern(values: Any | Mapping[str, Any], name: str, params: Params) -> dict[str, Any]:
@@ -248,6 +260,5 @@ def by_pattern(values: Any | Mapping[str, Any], name: str, params: Params) -> di
         return dict.fromkeys(leaves, values)
     by_path: dict[str, Any] = {}
     for pattern, value in values.items():
-        matches = matcher(pattern, name, leaves)
-        by_path |= {path: value for path, leaf in leaves.items() if path not in by_path and matches(path, leaf)}
+        by_path = dict.fromkeys(select_paths(pattern, name, leaves), value) | by_path
     return by_path
