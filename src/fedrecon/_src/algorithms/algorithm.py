@@ -18,7 +18,7 @@ from fedrecon._src.client.update import Predict, Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.keys import client_keys, fold_keys
 from fedrecon._src.core.model import Batch, Model, metric_names, shapes_of
-from fedrecon._src.core.pytrees import Params, flatten, unflatten
+from fedrecon._src.core.pytrees import Params, copy_leaves, flatten, unflatten
 from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, broadcast_clients, no_total, summand_of
 from fedrecon._src.server.aggregator import Aggregator, Report
@@ -197,6 +197,16 @@ class Algorithm:
           state: the server's state.
         """
         return self.method.params(state.method)
+
+    def init_clients(self, state: ServerState, keys: Array) -> Any:
+        """Return what clients keep before their first round, clients first; an empty tuple if they keep nothing.
+
+        Args:
+          state: the server's, before the first round.
+          keys: of the clients.
+        """
+        init_client = self.method.init_client
+        return () if init_client is None else init_client(self.params(state), keys)
 
     def has_local(self) -> bool:
         """Return whether clients have local parameters."""
@@ -438,7 +448,7 @@ def copy_params(params: Params, keys: Array) -> Params:
       >>> kit.copy_params({"w": jnp.float32(2)}, jax.random.split(jax.random.key(0), 3))["w"].tolist()
       [2.0, 2.0, 2.0]
     """
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(keys), *jnp.shape(leaf))), params)
+    return copy_leaves(params, len(keys))
 
 
 def personal_model(model: Model) -> Model:

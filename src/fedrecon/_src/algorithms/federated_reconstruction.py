@@ -16,10 +16,18 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, Stages, averaging_method, step_keys
+from fedrecon._src.algorithms.algorithm import (
+    Algorithm,
+    Method,
+    Stages,
+    averaged_paths,
+    averaging_method,
+    step_keys,
+)
 from fedrecon._src.client.objectives import Solver
 from fedrecon._src.client.reconstruction import reconstruction
 from fedrecon._src.client.update import Updater, first_order_predict, second_order_predict
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.cohort import Cohort
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.keys import client_keys
@@ -80,16 +88,13 @@ def federated_reconstruction(
       >>> algorithm.has_local()
       True
     """
-    if joint and second_order:
-        raise ValueError(
-            "`joint` and `second_order` cannot be combined: one changes the local parameters, the other differentiates "
-            "through them"
-        )
-    if second_order and model.state is not None and model.state.shared:
-        raise ValueError(
-            "`second_order` cannot advance averaged statistics, since it keeps no reconstructed local parameters; "
-            "give the model state='local' or state='frozen'"
-        )
+    rules = {
+        "`joint` and `second_order` cannot be combined: one changes the local parameters, the other differentiates "
+        "through them": not (joint and second_order),
+        "`second_order` cannot advance averaged statistics, since it keeps no reconstructed local parameters; "
+        "give the model state='local' or state='frozen'": not (second_order and averaged_paths(model)),
+    }
+    check_rules(rules)
 
     def define(model: Model) -> Method:
         updater = Updater(model, update, through_support=second_order or both_ways)

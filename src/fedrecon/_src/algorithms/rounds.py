@@ -196,8 +196,7 @@ def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
     if algorithm.method.init_client is None:
         return ()
     keys = client_keys(jax.random.key(seed), clients.identities())
-    params = algorithm.params(algorithm.init(run_keys(seed).init))
-    return jax.tree.map(np.array, algorithm.method.init_client(params, keys))
+    return jax.tree.map(np.array, algorithm.init_clients(algorithm.init(run_keys(seed).init), keys))
 
 
 def server_update(
@@ -370,8 +369,7 @@ def upload_groups(algorithm: Algorithm, clients: Clients) -> tuple[dict[tuple[st
 
     def trace(cohort: Cohort) -> Parts:
         state = algorithm.init(key)
-        keys, params = client_keys(key, cohort.identity), algorithm.params(state)
-        client_state = () if method.init_client is None else method.init_client(params, keys)
+        client_state = algorithm.init_clients(state, client_keys(key, cohort.identity))
         upload = method.client(algorithm.message(state).method, client_state, cohort, key)[0]
         for part, changes in upload.parts.items():
             for path, change in changes.items():

@@ -67,10 +67,7 @@ class Batches:
           t: which batch; with several epochs, the count continues after a client's last batch.
         """
         if self.in_step:
-            return {
-                name: jax.lax.dynamic_slice_in_dim(column, t * self._size, self._size, 1)
-                for name, column in arranged.items()
-            }
+            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, t * self._size, self._size, 1), arranged)
         index, last = self._index(t), self._last[:, None]
         inside = index % (last + 1) if self._cyclic else jnp.clip(index, 0, last)
         return {name: _pick(column, inside) for name, column in arranged.items()}

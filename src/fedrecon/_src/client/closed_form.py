@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,16 +42,14 @@ def closed_form(*, batch_size: int = 32, limit: int | None = None) -> Solver:
     check_numbers({"batch_size": batch_size, "limit": limit}, least=1)
 
     def solve(problem: Problem) -> Solution:
-        objective = problem.objective
-        statistics = objective.model.statistics
-        if statistics is None or problem.tables.values:
-            raise ValueError("`closed_form` needs a model with `statistics` and solves only for local parameters")
+        objective, statistics = problem.objective, _statistics_of(problem.objective)
+        assert not problem.tables.values, "its reach is whole"
 
         def add(total: Params, batch: Batch, mask: Array, held: tuple[Params, Any]) -> Params:
             predictions = objective.predict(*held, batch)
             return jax.tree.map(jnp.add, total, statistics(predictions, original_batch(batch), mask))
 
-        examples, held = _first(limit, problem.examples), (problem.params, problem.context)
+        examples, held = _limit_examples(limit, problem.examples), (problem.params, problem.context)
         if problem.differentiable:  # a loop of unknown length has no gradient
             mask = jnp.arange(next(iter(examples.columns.values())).shape[1]) < examples.count[:, None]
             solved = jax.vmap(add)(problem.params, examples.columns, mask, held)
@@ -65,17 +63,21 @@ def closed_form(*, batch_size: int = 32, limit: int | None = None) -> Solver:
     return Solver(solve, limit, lambda: "whole", _check_statistics)
 
 
-def _first(limit: int | None, examples: Examples) -> Examples:
+def _limit_examples(limit: int | None, examples: Examples) -> Examples:
     """Return at most so many examples of each client."""
     columns = {name: column[:, :limit] for name, column in examples.columns.items()}
     return Examples(columns, examples.count if limit is None else jnp.minimum(examples.count, limit))
 
 
+def _statistics_of(objective: Objective) -> Callable[..., Params]:
+    if objective.model.statistics is None:
+        raise ValueError("`closed_form` needs a model with `statistics`; use gradient_descent")
+    return objective.model.statistics
+
+
 def _check_statistics(objective: Objective, params: Params, context: Any, batch: Batch, mask: Array) -> None:
     """Raise an error unless the model's statistics have the shapes of its local parameters."""
-    statistics = objective.model.statistics
-    if statistics is None:
-        raise ValueError("`closed_form` needs a model with `statistics`; use gradient_descent")
+    statistics = _statistics_of(objective)
     made = jax.eval_shape(lambda: statistics(objective.predict(params, context, batch), batch, mask))
     shapes = jax.eval_shape(lambda: params)
     if jax.tree.map(jnp.shape, made) != jax.tree.map(jnp.shape, shapes):
@@ -114,7 +116,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
             raise ValueError(f"`ridge` must be above 0, or clients with little data have no solution (got {ridge})")
 
     def solve(problem: Problem) -> Solution:
-        objective, examples = problem.objective, _first(limit, problem.examples)
+        objective, examples = problem.objective, _limit_examples(limit, problem.examples)
         assert not problem.tables.values, "its reach is whole"
 
         def solve_client(params: Params, context: Any, batch: Batch, count: Array) -> tuple[Params, Array]:

@@ -31,7 +31,7 @@ from fedrecon._src.client.objectives import (
 )
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.model import Batch, Model, Step, predict_in, shapes_of
-from fedrecon._src.core.pytrees import Params, flatten, unflatten
+from fedrecon._src.core.pytrees import Params, copy_leaves, flatten, unflatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.upload import DELTA, RowChanges, Upload
 
@@ -266,11 +266,7 @@ class Updater:
         """
         clients = cohort.query.count.shape[0]
         rows = {path: cohort.rows[group] for path, group in self.groups.items()}
-        dense = {
-            path: jnp.broadcast_to(leaf, (clients, *jnp.shape(leaf)))
-            for path, leaf in leaves.items()
-            if path not in rows
-        }
+        dense = copy_leaves({path: leaf for path, leaf in leaves.items() if path not in rows}, clients)
         if not rows:
             return dense, LookupTables(), cohort
         if self._by_steps:

@@ -53,9 +53,8 @@ class Sampling:
         check_number("min_examples", self.min_examples)
         check_number("drop_out", self.drop_out, most=1, below=True)
         if self.poisson and (self.apart is not None or self.oversample != 1):
-            raise ValueError(
-                f"`poisson` cannot be combined with `apart` or `oversample` (got {self.apart}, {self.oversample})"
-            )
+            other = f"`apart` or `oversample` (got {self.apart}, {self.oversample})"
+            raise ValueError(f"`poisson` cannot be combined with {other}")
 
     def cohort_size(self, population: int) -> int:
         """Return how many clients' updates a round takes.

@@ -155,11 +155,8 @@ def lay_out(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     sides = ["<", *(">" if right else "<") * (len(widths) - 1)]
-    lines = [
-        "  ".join(
-            [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)]
-            + [*row[len(widths) :]]
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        aligned = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)]
+        lines.append("  ".join([*aligned, *row[len(widths) :]]).rstrip())
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

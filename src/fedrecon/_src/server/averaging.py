@@ -368,7 +368,6 @@ def quantile_of(histogram: Array, quantile: float) -> Array:
     below = jnp.cumsum(histogram)
     target = quantile * below[-1]
     bin_index = jnp.argmax(below >= target)
-    inside = jnp.clip(
-        (target - (below[bin_index] - histogram[bin_index])) / jnp.maximum(histogram[bin_index], 1e-30), 0, 1
-    )
+    clients = histogram[bin_index]
+    inside = jnp.clip((target - (below[bin_index] - clients)) / jnp.maximum(clients, 1e-30), 0, 1)
     return 2.0 ** (LOWEST + (bin_index + inside) / PER_DOUBLING)

@@ -16,6 +16,7 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import upload_groups
 from fedrecon._src.algorithms.validation import decide_lookups
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.display import lay_out, readable
 from fedrecon._src.core.model import shapes_of
@@ -234,11 +235,12 @@ def compare(
     """
     candidates = {name: dict(a) if isinstance(a, Mapping) else {None: a} for name, a in algorithms.items()}
     counts = {name: len(settings) for name, settings in candidates.items()}
-    if len(set(counts.values())) != 1 or 0 in counts.values() or not seeds:
-        rule = "must not be empty, with equally many settings each"
-        raise ValueError(f"`algorithms` and `seeds` {rule} (got {counts})")
-    if valid is None and 1 not in counts.values():
-        raise ValueError("`valid` is missing: settings are chosen on validation clients")
+    equal = len(set(counts.values())) == 1 and 0 not in counts.values()
+    rules = {
+        f"`algorithms` and `seeds` must not be empty, with equally many settings each (got {counts})": equal and seeds,
+        "`valid` is missing: settings are chosen on validation clients": valid is not None or 1 in counts.values(),
+    }
+    check_rules(rules)
     validation = valid if isinstance(valid, Validation) or valid is None else Validation(valid)
     for held_out, name in ((unseen, "unseen"), (validation and validation.data, "valid")):
         if isinstance(held_out, Clients):
@@ -301,21 +303,14 @@ def keeps_local(algorithm: Algorithm) -> bool:
     Args:
       algorithm: the method.
     """
-    if algorithm.method.init_client is None:
-        return False
-    local = shapes_of(algorithm.model.init_local)
-    return list(flatten(_client_state(algorithm))[0]) == list(flatten(local)[0])  # the same paths
+    trees = _client_state(algorithm), shapes_of(algorithm.model.init_local)
+    paths, local = (list(flatten(tree)[0]) for tree in trees)
+    return algorithm.method.init_client is not None and paths == local
 
 
 def _client_state(algorithm: Algorithm) -> Any:
     """Return the shapes of what one client keeps; empty if it keeps nothing."""
-
-    def init(key: Any) -> Any:
-        init_client = algorithm.method.init_client
-        params = algorithm.params(algorithm.init(key))
-        return () if init_client is None else init_client(params, jax.random.split(key, 1))
-
-    return shapes_of(init)
+    return shapes_of(lambda key: algorithm.init_clients(algorithm.init(key), jax.random.split(key, 1)))
 
 
 def measure_costs(algorithm: Algorithm, clients: Clients) -> Costs:

@@ -145,10 +145,12 @@ def _mesh(jax_devices: int | None, alone: bool) -> Mesh:
 
 def _default_blocks(model: Model) -> tuple[int, int]:
     """Return `block` and `sharing` for a model's size and the devices that there are."""
-    shapes = flatten(shapes_of(model.init_global))[0]
-    lookups = lookup_groups(model)
+    shapes, lookups = flatten(shapes_of(model.init_global))[0], lookup_groups(model)
     dense = nbytes({path: leaf for path, leaf in shapes.items() if path not in lookups})
-    return blocks_for(dense, nbytes(shapes_of(model.init_local)), _memory())
+    device, memory = jax.local_devices()[0], None
+    if device.platform != "cpu":
+        memory = (device.memory_stats() or {}).get("bytes_limit", SMALL_ACCELERATOR)  # that JAX may use
+    return blocks_for(dense, nbytes(shapes_of(model.init_local)), memory)
 
 
 def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
@@ -170,12 +172,6 @@ def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
         return block, block
     sharing = min(shared // max(local, 1), most_sharing)
     return block, max(sharing // block, 1) * block
-
-
-def _memory() -> int | None:
-    """Return the bytes of an accelerator's memory that JAX may use; None on a CPU."""
-    device = jax.local_devices()[0]
-    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit", SMALL_ACCELERATOR)
 
 
 # (state, client_state, cohorts, key, first, number) -> (state, client_state, report with rounds first)
@@ -226,13 +222,8 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
     def compiled(state: ServerState, client_state: Any, cohorts: Cohort | Drawn, *arguments: Any) -> Any:
         packed = PartitionSpec(None, AXIS)
         spec = Drawn(whole, packed) if isinstance(cohorts, Drawn) else packed
-        return jax.shard_map(
-            rounds,
-            mesh=layout.mesh,
-            in_specs=(whole, by_client, spec, *[whole] * 3),
-            out_specs=(whole, by_client, whole),
-            check_vma=False,  # blocks start from zeros that do not vary over devices yet
-        )(state, client_state, cohorts, *arguments)
+        on_devices = _on_devices(rounds, layout, (whole, by_client, spec, *[whole] * 3), (whole, by_client, whole))
+        return on_devices(state, client_state, cohorts, *arguments)
 
     if layout.processes == 1:
         return compiled
@@ -243,6 +234,12 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
         return state, gather(client_state), report
 
     return run_in_processes
+
+
+def _on_devices(function: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return a function that runs on every device of a layout, with the device's part of the arguments."""
+    # Values that vary over devices are not checked: blocks start from zeros that do not vary yet.
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _cohort_source(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
@@ -321,11 +318,7 @@ def compile_each(function: Callable[..., Any], layout: Layout) -> Callable[..., 
         return _scan_blocks(lambda carry, block: (carry, function(shared, block)), (), clients, wide)[1]
 
     by_client = PartitionSpec(AXIS)
-    compiled = jax.jit(
-        jax.shard_map(
-            run, mesh=layout.mesh, in_specs=(PartitionSpec(), by_client), out_specs=by_client, check_vma=False
-        )
-    )
+    compiled = jax.jit(_on_devices(run, layout, (PartitionSpec(), by_client), by_client))
     if layout.processes == 1:
         return compiled
     return lambda shared, clients: gather(compiled(shared, make_global(clients, layout.mesh, AXIS)))

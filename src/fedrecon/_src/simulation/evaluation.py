@@ -67,9 +67,7 @@ class Evaluation:
 
     def summary(self) -> dict[str, Any]:
         """Return everything except `per_client`, ready for JSON."""
-        values = dataclasses.asdict(self)
-        del values["per_client"]
-        return values
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "per_client"}
 
     def worst(self, share: float) -> dict[str, float]:
         """Return the metrics of the worst clients, those with the highest loss: means over clients.

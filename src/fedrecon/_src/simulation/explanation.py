@@ -122,15 +122,16 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
     shared, local = (flatten(shapes_of(init))[0] for init in (model.init_global, model.init_local))
     state = ((), ()) if model.state is None else (model.state.shared, model.state.local)
     starts = _starts(model) | dict.fromkeys(state[1], "set from support")
+    sides: Any = (
+        ("global", shared, state[0], reads),
+        ("local", local, state[1], {path: Reads((), start) for path, start in starts.items()}),
+        ("frozen", model.frozen, (), dict.fromkeys(model.frozen, Reads((), "keeps its value"))),
+    )
     parts = [
-        _part(path, leaf, "global state" if path in state[0] else "global", reads[path])
-        for path, leaf in shared.items()
+        Part(path, f"{kind} state" if path in of_state else kind, tuple(leaf.shape), nbytes(leaf), *read[path])
+        for kind, leaves, of_state, read in sides
+        for path, leaf in leaves.items()
     ]
-    parts += [
-        _part(path, leaf, "local state" if path in state[1] else "local", Reads((), starts[path]))
-        for path, leaf in local.items()
-    ]
-    parts += [_part(path, leaf, "frozen", Reads((), "keeps its value")) for path, leaf in model.frozen.items()]
     total = sum(part.nbytes for part in parts if part.kind.startswith("global"))
     noised = algorithm is not None and algorithm.aggregator.release is not None
     report = Explanation(tuple(parts), total, total, noised=noised)
@@ -160,10 +161,6 @@ def _reads(model: Model, examples: Clients | Batch | None) -> dict[str, Reads]:
         for path, r in reads.items()
     }
     return {path: Reads(declared[path]) if path in declared else declarable[path] for path in paths}
-
-
-def _part(path: str, leaf: Any, kind: str, reads: Reads) -> Part:
-    return Part(path, kind, tuple(leaf.shape), nbytes(leaf), reads.features, reads.why)
 
 
 def _starts(model: Model) -> dict[str, str]:

@@ -129,9 +129,7 @@ class RecordCallback(Callback):
         """Call the function."""
         self._function(record)
 
-    def after_evaluation(self, record: Record) -> None:
-        """Call the function."""
-        self._function(record)
+    after_evaluation = after_round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -591,11 +589,5 @@ def describe_round(model: Model, number: int, report: Report) -> Record:
         **finish(model, numbers.pop("sums", no_sums)),
         "weight": float(numbers.pop("weight", np.nan)),
         "skipped": bool(numbers.pop("skipped")),
-        **{name: _number(value) for name, value in numbers.items() if value.ndim == 0},
+        **{name: int(n) if float(n).is_integer() else float(n) for name, n in numbers.items() if n.ndim == 0},
     }
-
-
-def _number(value: Any) -> float | int:
-    """Return a whole number as an integer, any other as a float."""
-    number = float(value)
-    return int(number) if number.is_integer() else number
