@@ -18,7 +18,7 @@ from fedrecon._src.client.objectives import Objective, Problem, Solution, Solver
 from fedrecon._src.core.checks import check_numbers, check_rules
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
-from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names
+from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names, predict_in
 from fedrecon._src.core.pytrees import Params, by_pattern, flatten, unflatten
 
 
@@ -128,7 +128,7 @@ def least_squares(ridge: Ridge, *, limit: int | None = None) -> Solver:
                 )
 
             def predict(vector: Array) -> Array:
-                return objective.predict_in(restore(vector), context, batch, Step(mask, None))
+                return predict_in(objective, restore(vector), context, batch, Step(mask, None))
 
             predictions = predict(start)
             matrix = jax.jacfwd(predict)(start)  # (examples, parameters)
@@ -240,9 +240,8 @@ def _check_least_squares(objective: Objective, params: Params, context: Any, bat
     def try_out(params: Params, context: Any, batch: Batch) -> tuple[Array, ...]:
         vector, restore = ravel_pytree(params)
         a, b = (jax.random.normal(key, vector.shape) for key in jax.random.split(jax.random.key(0)))
-        both, first, second, none = (
-            objective.predict_in(restore(v), context, batch, Step(mask, None)) for v in (a + b, a, b, jnp.zeros_like(a))
-        )
+        points, step = (a + b, a, b, jnp.zeros_like(a)), Step(mask, None)
+        both, first, second, none = (predict_in(objective, restore(v), context, batch, step) for v in points)
         scale = 1 + jnp.max(jnp.abs(first)) + jnp.max(jnp.abs(second))
         bend = jnp.abs(both - first - second + none) / scale
         values, loss_weights = objective.model.loss(first, batch)

@@ -49,12 +49,6 @@ class Objective(NamedTuple):
     predict_train: Callable[[Params, Any, Batch, Step], Any] | None = None
     surrogate: Surrogate | None = None
 
-    def predict_in(self, params: Params, context: Any, batch: Batch, step: Step | None) -> Any:
-        """Predict as in a training step if there is one, which for some models differs from predictions in use."""
-        if self.predict_train is None or step is None:
-            return self.predict(params, context, batch)
-        return self.predict_train(params, context, batch, step)
-
     def measure(
         self, params: Params, context: Any, batch: Batch, mask: Array, step: Step | None = None
     ) -> tuple[Array, Array]:
@@ -69,7 +63,7 @@ class Objective(NamedTuple):
         """
 
         def measure_at(params: Params) -> tuple[Array, Array]:
-            predictions = self.predict_in(params, context, batch, step)
+            predictions = predict_in(self, params, context, batch, step)
             return measure(self.model, predictions, original_batch(batch), mask, training=step is not None)
 
         return measure_at(params) if self.surrogate is None else self.surrogate(measure_at, params, context)

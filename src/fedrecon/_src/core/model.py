@@ -171,13 +171,13 @@ def shapes_of(init: Callable[[Array], Params]) -> Any:
     return jax.eval_shape(lambda: init(jax.random.key(0)))
 
 
-def predict_in(model: Model, params: Params, local: Params, batch: Batch, step: Step | None) -> Any:
+def predict_in(model: Any, params: Params, local: Any, batch: Batch, step: Step | None) -> Any:
     """Predict as in a training step if there is one and the model has a `predict_train`; otherwise as in use.
 
     Args:
-      model: what predicts.
-      params: global parameters.
-      local: local parameters.
+      model: what predicts: a model, or an objective.
+      params: global parameters, or what is solved for.
+      local: local parameters, or what is held fixed.
       batch: features of `(examples, ...)`.
       step: the training step; None outside training.
     """

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
@@ -17,6 +16,7 @@ from fedrecon._src.core.checks import check_numbers
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, ClientMetrics, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
+from fedrecon._src.models.losses import make_loss, make_metrics
 
 
 @register_factory
@@ -101,18 +101,14 @@ def matrix_factorization(
         init_global=init_global,
         init_local=init_local,
         predict=predict,
-        loss=_squared_error,
-        metrics={"rmse": Metric(_squared_error, lambda mean: mean**0.5), "accuracy": Metric(is_close)},
+        loss=make_loss("mse", "rating", None),
+        metrics=make_metrics({"rmse": "rmse", "accuracy": Metric(is_close)}, "rating", None),
         lookups=dict.fromkeys(tables, "item"),
     )
 
 
 def _uniform(key: Array, shape: tuple[int, ...], scale: float) -> Array:
     return jax.random.uniform(key, shape, minval=-scale, maxval=scale) if scale else jnp.zeros(shape)
-
-
-def _squared_error(predictions: Array, batch: Batch) -> Weighted:
-    return (predictions - batch["rating"]) ** 2, jnp.ones_like(predictions)
 
 
 # ---- ranking, from the items that a person has ----
@@ -336,18 +332,12 @@ def logistic_factorization(
             x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
         return (x @ shared["layers"][-1]["kernel"] + shared["layers"][-1]["bias"])[:, 0] + local["user_bias"]
 
-    def cross_entropy(logits: Array, batch: Batch) -> Weighted:
-        return optax.sigmoid_binary_cross_entropy(logits, batch[label]), jnp.ones_like(logits)
-
-    def is_right(logits: Array, batch: Batch) -> Weighted:
-        return ((logits > 0) == (batch[label] > 0.5)).astype(jnp.float32), jnp.ones_like(logits)
-
     return Model(
         init_global=init_global,
         init_local=lambda key: {"user_bias": jnp.zeros(()), "user_embedding": _uniform(key, (dim,), init_scale)},
         predict=predict,
-        loss=cross_entropy,
-        metrics={"accuracy": Metric(is_right)},
+        loss=make_loss("binary_cross_entropy", label, None),
+        metrics=make_metrics(["accuracy"], label, None),
         lookups={"item_embedding": "item"},
         class_label=label,
     )

@@ -72,8 +72,7 @@ def finite() -> Aggregator:
 
     def encode(summand: Summand) -> Summand:
         taint = jnp.zeros(summand.examples.shape)
-        for values in values_of(summand.parts):
-            flat = values.reshape(values.shape[0], -1)
+        for flat in _flat_changes(summand):
             # A finite number times zero is zero, anything else is not. As a product with a vector of zeros, hidden from
             # the compiler so that it is not left out, this is many times faster than a reduction of isfinite.
             taint += flat @ jax.lax.optimization_barrier(jnp.zeros(flat.shape[1], flat.dtype))
@@ -174,11 +173,12 @@ def weigher(weigh: Weigh) -> WeightFunction:
 
 def norms(summand: Summand) -> Float[Array, " clients"]:
     """Return the norm of every client's upload over all its entries."""
-    squares = jnp.zeros(summand.examples.shape)
-    for values in values_of(summand.parts):
-        flat = values.reshape(values.shape[0], -1)
-        squares += jax.vmap(jnp.vdot)(flat, flat)
-    return jnp.sqrt(squares)
+    squares = (jax.vmap(jnp.vdot)(flat, flat) for flat in _flat_changes(summand))
+    return jnp.sqrt(sum(squares, jnp.zeros(summand.examples.shape)))
+
+
+def _flat_changes(summand: Summand) -> list[Float[Array, "clients entries"]]:
+    return [values.reshape(values.shape[0], -1) for values in values_of(summand.parts)]
 
 
 def weigh_and_clip(summand: Summand, weights_of: WeightFunction, limit: Array) -> tuple[Summand, Array]:
