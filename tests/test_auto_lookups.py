@@ -122,15 +122,16 @@ def test_reads_by_rows_are_found_and_rows_give_the_same(use, features):
         return jnp.sum(predict(params, local, batch) * jnp.array([1.0, -2.0, 0.5, 3.0]))
 
     expected, slope = jax.value_and_grad(functools.partial(total, model.predict))(params, BATCH)
-    fetched = LookupTables({"table": params["table"]}, {"table": features}, {}, {}).fetch({"table": 0.0}, BATCH)
+    tables = LookupTables({"table": params["table"]}, {"table": features}, {}, {})
+    rows, batch = tables.fetch({"table": 0.0}, BATCH)
 
     def of_rows(values, wrap):
-        table = fetched.as_tables({"table": values})["table"] if wrap else values
-        return total(narrow.predict, {**params, "table": table}, fetched.batch)
+        table = tables.as_tables({"table": values}, batch)["table"] if wrap else values
+        return total(narrow.predict, {**params, "table": table}, batch)
 
     ids = jnp.concatenate([BATCH[feature].reshape(-1) for feature in features])
     for wrap in (True, False):
-        found, row_slope = jax.value_and_grad(of_rows)(fetched.rows["table"], wrap)
+        found, row_slope = jax.value_and_grad(of_rows)(rows["table"], wrap)
         np.testing.assert_allclose(found, expected, 1e-5)
         summed = jnp.zeros_like(params["table"]).at[ids].add(row_slope)
         np.testing.assert_allclose(summed, slope["table"], 1e-4, 1e-5)

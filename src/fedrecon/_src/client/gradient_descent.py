@@ -119,7 +119,13 @@ def gradient_descent(
             most = int(count_steps(next(iter(examples.columns.values())).shape[1]))
             carry = jax.lax.scan(lambda c, t: (advance(t, c), None), carry, jnp.arange(most))[0]
         else:
-            carry = _loop(advance, carry, jnp.max(todo), problem, optimizer, batch_size)
+            t, last = jnp.int32(0), jnp.max(todo)  # as many steps as any client has
+            labels = state_labels(optimizer, _of_one_client(problem.params), problem.grows)
+            for stop, rows in phases(problem.params, problem.grows, batch_size):
+                until = last if stop is None else jnp.minimum(stop, last)
+                start = t, map_growing(lambda count, leaf: leaf[:, :count], rows, labels, carry)
+                t, part = _advance_until(until, advance, start)
+                carry = map_growing(lambda count, old, new: old.at[:, :count].set(new), rows, labels, carry, part)
         whole, rest = jnp.divmod(todo, jnp.maximum(batches.number, 1))
         seen = whole * examples.count + jnp.minimum(rest * batch_size, examples.count)
         return Solution(carry.params, problem.tables.without_padding(carry.changes), carry.sums, seen, todo)
@@ -137,27 +143,8 @@ def _with_rows(params: Params, rows: Mapping[str, Any]) -> Params:
     return {**params, **rows} if rows else params
 
 
-def _loop(
-    advance: Callable[[Array, Carry], Carry],
-    carry: Carry,
-    last: Array,
-    problem: Problem,
-    optimizer: optax.GradientTransformation,
-    batch_size: int,
-) -> Carry:
-    """Take as many steps as any client has. Early steps work only on the first rows of growing tables."""
-    labels = state_labels(optimizer, _first(problem.params), problem.grows)
-    t = jnp.int32(0)
-    for phase in phases(problem.params, problem.grows, batch_size):
-        until = last if phase.stop is None else jnp.minimum(phase.stop, last)
-
-        def unfinished(state: tuple[Array, Carry], until: Array = until) -> Array:
-            return state[0] < until
-
-        start = t, map_growing(lambda count, leaf: leaf[:, :count], phase.rows, labels, carry)
-        t, part = jax.lax.while_loop(unfinished, lambda state: (state[0] + 1, advance(*state)), start)
-        carry = map_growing(lambda count, old, new: old.at[:, :count].set(new), phase.rows, labels, carry, part)
-    return carry
+def _advance_until(stop: Array, advance: Callable[[Array, Carry], Carry], start: tuple[Array, Carry]) -> Any:
+    return jax.lax.while_loop(lambda state: state[0] < stop, lambda state: (state[0] + 1, advance(*state)), start)
 
 
 def _step(
@@ -171,28 +158,28 @@ def _step(
     """
     objective, clients = problem.objective, problem.examples.count.shape[0]
     alone = clients == 1 and not problem.differentiable  # every step that runs is one that its client takes
-    labels = state_labels(optimizer, _first(_with_rows(problem.params, tables.unchanged(1))), tables.values)
+    labels = state_labels(optimizer, _of_one_client(_with_rows(problem.params, tables.unchanged(1))), tables.values)
 
     def step_client(
         params: Params, state: Any, changes: dict[str, Array], slot: dict[str, Array], context: Any, turn: Turn
     ) -> tuple[Carry, dict[str, Array]]:
-        fetched = tables.fetch(changes, turn.batch)  # rows: (ids, ...) of each table
+        fetched, batch = tables.fetch(changes, turn.batch)  # rows: (ids, ...) of each table
 
         def loss(trained: Params, rows: dict[str, Array]) -> tuple[Array, Array]:
-            everything = _with_rows(trained, fetched.as_tables(rows))
-            return objective.measure(everything, context, fetched.batch, turn.mask, Step(turn.mask, turn.keys))
+            everything = _with_rows(trained, tables.as_tables(rows, batch))
+            return objective.measure(everything, context, batch, turn.mask, Step(turn.mask, turn.keys))
 
-        (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, fetched.rows)
+        (_, sums), (grads, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, fetched)
         if not each:
             merged = {path: merge_repeats(slot[path], row_grads[path]) for path in slot}
             row_grads |= {path: pair[0] for path, pair in merged.items()}
             slot = {path: pair[1] for path, pair in merged.items()}
-        solved = _with_rows(params, fetched.rows)
+        solved = _with_rows(params, fetched)
         updates, new_state = optimizer.update(_with_rows(grads, row_grads), state, solved)
         if not alone:
             updates = optax.tree.where(turn.active, updates, optax.tree.zeros_like(updates))
             new_state = optax.tree.where(turn.active, new_state, state)
-        rows = {path: updates.pop(path) for path in fetched.rows}
+        rows = {path: updates.pop(path) for path in fetched}
         return Carry(optax.apply_updates(params, updates), rows, new_state, jnp.where(turn.active, sums, 0)), slot
 
     def advance(carry: Carry, t: Array, turn: Turn) -> Carry:
@@ -215,5 +202,5 @@ def _step(
     return advance
 
 
-def _first(params: Params) -> Params:
+def _of_one_client(params: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf[0], params)

@@ -86,14 +86,36 @@ def _trials(optimizer: optax.GradientTransformation) -> dict[Reach, Params]:
     """
     params, grads, touched = _probe()
     so_far = [range(max(map(max, touched[: step + 1])) + 1) for step in range(len(touched))]
+    labels = state_labels(optimizer, params, ["table"])
+
+    def move(grads: Any, places: Sequence[Iterable[int]], parts: int = 1, blank: bool = False) -> Params:
+        """Take steps in which the optimizer sees only some rows of the table; return how far the parameters moved.
+
+        Args:
+          grads: the gradients of each step, for the dense parameter and the table.
+          places: the rows that each step sees.
+          parts: how often a step sees each of them, with its gradient divided by that number.
+          blank: whether the state is initialised without the table's values, as for a client that changes rows.
+        """
+        state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])} if blank else params)
+        moved = jax.tree.map(jnp.zeros_like, params)
+        for (dense, table), rows in zip(grads, places, strict=True):
+            at = np.array([*rows] * parts)
+            held = {"dense": params["dense"] + moved["dense"], "table": (params["table"] + moved["table"])[at]}
+            gradient = {"dense": dense, "table": table[at] / parts}
+            seen = map_labelled(lambda path, leaf, at=at: leaf[at], labels, state)
+            updates, new = optimizer.update(gradient, seen, held)
+            moved = {"dense": moved["dense"] + updates["dense"], "table": moved["table"].at[at].add(updates["table"])}
+            state = map_labelled(lambda path, leaf, fresh, at=at: leaf.at[at].set(fresh), labels, state, new)
+        return moved
 
     def run(scale: Any) -> dict[Reach, Params]:
         scaled = jax.tree.map(lambda g: scale * g, grads)
         return {
-            "each": _moves(optimizer, params, scaled, touched, parts=2, blank=True),
-            "rows": _moves(optimizer, params, scaled, touched, blank=True),
-            "copy": _moves(optimizer, params, scaled, so_far),
-            "whole": _moves(optimizer, params, scaled, [range(5)] * len(touched)),
+            "each": move(scaled, touched, parts=2, blank=True),
+            "rows": move(scaled, touched, blank=True),
+            "copy": move(scaled, so_far),
+            "whole": move(scaled, [range(5)] * len(touched)),
         }
 
     return jax.jit(lambda scales: jax.lax.map(run, scales))(jnp.asarray(SCALES, jnp.float32))
@@ -110,36 +132,3 @@ def _probe() -> tuple[dict[str, Any], list[tuple[Any, Any]], list[list[int]]]:
     shapes = {"dense": (2,), "table": (5, 3)}
     params = {name: jnp.asarray(generator.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
     return params, grads, touched
-
-
-def _moves(
-    optimizer: optax.GradientTransformation,
-    params: Params,
-    grads: Sequence[Any],
-    places: Sequence[Iterable[int]],
-    *,
-    parts: int = 1,
-    blank: bool = False,
-) -> Params:
-    """Take steps in which the optimizer sees only some rows of the table; return how far the parameters moved.
-
-    Args:
-      optimizer: the one to try.
-      params: a dense parameter and a table.
-      grads: the gradients of each step, for both.
-      places: the rows that each step sees.
-      parts: how often a step sees each of them, with its gradient divided by that number.
-      blank: whether the state is initialised without the table's values, as for a client that changes rows.
-    """
-    labels = state_labels(optimizer, params, ["table"])
-    state = optimizer.init({**params, "table": jnp.zeros_like(params["table"])} if blank else params)
-    moved = jax.tree.map(jnp.zeros_like, params)
-    for (dense, table), rows in zip(grads, places, strict=True):
-        at = np.array([*rows] * parts)
-        held = {"dense": params["dense"] + moved["dense"], "table": (params["table"] + moved["table"])[at]}
-        gradient = {"dense": dense, "table": table[at] / parts}
-        seen = map_labelled(lambda path, leaf, at=at: leaf[at], labels, state)
-        updates, new = optimizer.update(gradient, seen, held)
-        moved = {"dense": moved["dense"] + updates["dense"], "table": moved["table"].at[at].add(updates["table"])}
-        state = map_labelled(lambda path, leaf, fresh, at=at: leaf.at[at].set(fresh), labels, state, new)
-    return moved

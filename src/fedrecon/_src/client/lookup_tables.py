@@ -159,9 +159,9 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
 
         def narrow(leaves: Any, local: Any, batch: Any, paths: Any = paths, features: Any = features) -> Any:
             tables = LookupTables({path: leaves[path] for path in paths}, dict.fromkeys(paths, features))
-            fetched = tables.fetch(dict.fromkeys(paths, jnp.float32(0)), batch)
-            narrowed = {**leaves, **fetched.as_tables(fetched.rows)}
-            return _use(model, unflatten(structure, narrowed), local, fetched.batch)
+            rows, renumbered = tables.fetch(dict.fromkeys(paths, jnp.float32(0)), batch)
+            narrowed = {**leaves, **tables.as_tables(rows, renumbered)}
+            return _use(model, unflatten(structure, narrowed), local, renumbered)
 
         try:
             results = whole(noise, local, batch), jax.jit(narrow)(noise, local, batch)
@@ -304,12 +304,15 @@ class LookupTables(NamedTuple):
             places[path] = RowPosition(at, number * ids, ids)
         return places
 
-    def fetch(self, changes: Mapping[str, Array], batch: Batch) -> FetchedRows:
+    def fetch(self, changes: Mapping[str, Array], batch: Batch) -> tuple[dict[str, Array], Batch]:
         """Fetch one client's rows for a batch: the server's values plus the client's changes so far.
 
         Args:
           changes: of these rows, `(ids, ...)` by table.
           batch: by feature.
+
+        Returns:
+          The rows, `(ids, ...)` by table, and the batch with ids renumbered to match.
         """
         rows, renumbered = {}, {}
         for group in set(self.features.values()):
@@ -320,23 +323,16 @@ class LookupTables(NamedTuple):
             # Packing has checked that ids are in range.
             ids = _flat(batch, self.features[path])
             rows[path] = table.at[ids].get(mode="promise_in_bounds") + changes[path]
-        return FetchedRows(rows, renumber(batch, renumbered), self.features)
+        return rows, renumber(batch, renumbered)
 
-
-class FetchedRows(NamedTuple):
-    """The rows of one batch of one client."""
-
-    rows: dict[str, Array]  # table -> (ids, ...)
-    batch: Batch  # with ids renumbered to match
-    features: Mapping[str, tuple[str, ...]]  # table -> features that index it
-
-    def as_tables(self, rows: Mapping[str, Array]) -> dict[str, BatchRows]:
-        """Return values of these rows as the tables that a model expects.
+    def as_tables(self, rows: Mapping[str, Array], batch: Batch) -> dict[str, BatchRows]:
+        """Return values of fetched rows as the tables that a model expects.
 
         Args:
           rows: table -> (ids, ...).
+          batch: with ids renumbered to match.
         """
-        ids = {path: {feature: self.batch[feature] for feature in group} for path, group in self.features.items()}
+        ids = {path: {feature: batch[feature] for feature in group} for path, group in self.features.items()}
         return {path: BatchRows(values, ids[path]) for path, values in rows.items()}
 
 
@@ -437,36 +433,28 @@ def change_rows(
 PHASES = 4
 
 
-class Phase(NamedTuple):
-    """Consecutive steps that touch only the first rows of growing tables.
-
-    Attributes:
-      stop: the step before which the phase ends; None for the last phase.
-      rows: for each growing table, how many rows can have been touched by the end of the phase; empty if none grows.
-    """
-
-    stop: int | None
-    rows: dict[str, int]
-
-
-def phases(params: Params, grows: Mapping[str, int], batch_size: int) -> list[Phase]:
-    """Divide the steps into phases, each with twice the rows of the one before.
+def phases(params: Params, grows: Mapping[str, int], batch_size: int) -> list[tuple[int | None, dict[str, int]]]:
+    """Divide the steps into phases that touch only the first rows of growing tables, each twice as many as before.
 
     Args:
       params: what is solved for, clients first.
       grows: those of `params` that grow, and how many ids an example has.
       batch_size: examples per step.
+
+    Returns:
+      For each phase, the step before which it ends, None for the last phase; and for each growing table, how many rows
+      can have been touched by then.
     """
     if not grows:
-        return [Phase(None, {})]
+        return [(None, {})]
     capacity = {path: params[path].shape[1] for path in grows}  # of (clients, rows, ...)
-    earlier = []
+    earlier: list[tuple[int | None, dict[str, int]]] = []
     for halvings in reversed(range(1, PHASES)):
         rows = {path: capacity[path] >> halvings for path in grows}
         stop = min(rows[path] // (ids * batch_size) for path, ids in grows.items())
         if stop > 0:
-            earlier.append(Phase(stop, rows))
-    return [*earlier, Phase(None, capacity)]
+            earlier.append((stop, rows))
+    return [*earlier, (None, capacity)]
 
 
 def map_growing(

@@ -156,7 +156,7 @@ class Packer:
           lengths: room for support and query examples; a client's last examples are left out if they do not fit. By
             default there is room for the largest client.
         """
-        self._clients, self._needs = clients, needs
+        self.clients, self._needs = clients, needs
         names = list(clients.columns) if needs.columns is None else list(needs.columns)
         for name in [*names, *([] if needs.split.by is None else [needs.split.by])]:
             check_column(name, clients.columns)
@@ -182,9 +182,9 @@ class Packer:
         """
         split, present = self._needs.split, indices >= 0
         safe = np.where(present, indices, 0)
-        starts = np.where(present, self._clients.starts[safe], 0)
-        sizes = np.where(present, self._clients.ends[safe], 0) - starts
-        identity = self._clients.identities(safe) if self._identities is None else self._identities[safe]
+        starts = np.where(present, self.clients.starts[safe], 0)
+        sizes = np.where(present, self.clients.ends[safe], 0) - starts
+        identity = self.clients.identities(safe) if self._identities is None else self._identities[safe]
         ordered = self._ordered(starts, sizes, identity, 0 if draws is None else draws)
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
         (support, support_source), (query, query_source) = (
@@ -213,7 +213,7 @@ class Packer:
           A cohort whose arrays the devices of a CPU need not copy; None if splits are redrawn, or there are too many
           clients or bytes.
         """
-        clients = len(self._clients)
+        clients = len(self.clients)
         if self._needs.split.redrawn or clients > NAMES_HASHED:
             return None
         empty = self.pack(np.array([ABSENT]))
@@ -234,7 +234,7 @@ class Packer:
           indices: of the clients, `ABSENT` allowed.
         """
         safe = np.maximum(indices, 0)
-        counts = self._needs.split.counts(self._clients.ends[safe] - self._clients.starts[safe])
+        counts = self._needs.split.counts(self.clients.ends[safe] - self.clients.starts[safe])
         sides = [np.minimum(count, length) for count, length in zip(counts, self.lengths, strict=True)]
         return np.where(indices >= 0, sides[0] + sides[1], 0)
 
@@ -250,7 +250,7 @@ class Packer:
         if split.redrawn or split.by is None:
             keys = mix_hashes(j.astype(np.uint64), mix_hashes(as_number(identity), draws)[owner])
         else:
-            keys = self._clients.columns[split.by][source]
+            keys = self.clients.columns[split.by][source]
         return source[np.lexsort((keys, owner))]
 
     def _side(

@@ -246,14 +246,29 @@ def compare(
         if isinstance(held_out, Clients):
             _check_disjoint(clients, held_out, name)
     earlier, later = (clients, clients) if seen is None else _divide(clients, seen)
-    train_on = functools.partial(_train, earlier, validation, split, {"rounds": rounds, **training})
+    per_round, layout = training.get("clients_per_round"), training.get("layout")
+    if isinstance(per_round, int):
+        training["clients_per_round"] = min(per_round, len(earlier))
+
+    def train_on(algorithm: Algorithm, seed: int) -> tuple[Run, float]:
+        """Train; return the run and how many seconds it took."""
+        trains, evaluations = flatten(shapes_of(algorithm.model.init_global))[0], validation
+        if validation is not None and isinstance(validation.data, Clients):
+            evaluator = Evaluator(algorithm, validation.data, split=split, seed=seed, layout=layout)
+            evaluations = dataclasses.replace(validation, data=evaluator)
+        start = time.perf_counter()
+        run = train(algorithm, earlier, valid=evaluations, seed=seed, rounds=rounds if trains else 0, **training)
+        if run.interrupted:
+            raise KeyboardInterrupt
+        return run, time.perf_counter() - start
+
     rows = {}
     for name, settings in candidates.items():
         first = {setting: train_on(algorithm, seeds[0]) for setting, algorithm in settings.items()}
         setting = min(first, key=lambda setting: _validation_rank(first[setting][0]))
         algorithm = settings[setting]
         runs, seconds = zip(first[setting], *(train_on(algorithm, seed) for seed in seeds[1:]), strict=True)
-        measure = functools.partial(evaluate, algorithm, layout=training.get("layout"))
+        measure = functools.partial(evaluate, algorithm, layout=layout)
         rows[name] = ComparisonRow(
             algorithm=algorithm,
             setting=setting,
@@ -271,30 +286,6 @@ def compare(
             seconds=seconds,
         )
     return Comparison(rows)
-
-
-def _train(
-    clients: Clients,
-    validation: Validation | None,
-    split: Split | None,
-    options: Mapping[str, Any],
-    algorithm: Algorithm,
-    seed: int,
-) -> tuple[Run, float]:
-    """Train; return the run and how many seconds it took."""
-    per_round, layout = options.get("clients_per_round"), options.get("layout")
-    if isinstance(per_round, int):
-        options = {**options, "clients_per_round": min(per_round, len(clients))}
-    if not flatten(shapes_of(algorithm.model.init_global))[0]:
-        options = {**options, "rounds": 0}  # there is nothing to train
-    if validation is not None and isinstance(validation.data, Clients):
-        evaluator = Evaluator(algorithm, validation.data, split=split, seed=seed, layout=layout)
-        validation = dataclasses.replace(validation, data=evaluator)
-    start = time.perf_counter()
-    run = train(algorithm, clients, valid=validation, seed=seed, **options)
-    if run.interrupted:
-        raise KeyboardInterrupt
-    return run, time.perf_counter() - start
 
 
 def keeps_local(algorithm: Algorithm) -> bool:

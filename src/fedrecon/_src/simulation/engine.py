@@ -196,13 +196,17 @@ def compile_rounds(algorithm: Algorithm, layout: Layout) -> Rounds:
       (`Layout.local`), and gets what all of them keep.
     """
 
-    def rounds(
-        state: ServerState, client_state: Any, cohorts: Cohort | Drawn, key: Array, first: Array, number: Array
-    ) -> Any:
-        indices, pick = _cohort_source(cohorts)
+    def rounds(state: ServerState, client_state: Any, cohorts: Any, key: Array, first: Array, number: Array) -> Any:
+        drawn = isinstance(cohorts, Drawn)
+        indices = cohorts.places if drawn else cohorts  # (rounds, clients, ...)
         most = jax.tree.leaves(indices)[0].shape[0]
         shapes = jax.eval_shape(lambda: finish_round(algorithm, state, empty_total(algorithm, state), key)[1])
         reports = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
+
+        def pick(block: Any) -> Cohort:
+            if not drawn:
+                return block
+            return jax.tree.map(lambda leaf: leaf.at[block].get(mode="promise_in_bounds"), cohorts.population)
 
         def body(carry: Any) -> Any:
             r, state, client_state, reports = carry
@@ -240,17 +244,6 @@ def _on_devices(function: Callable[..., Any], layout: Layout, in_specs: Any, out
     """Return a function that runs on every device of a layout, with the device's part of the arguments."""
     # Values that vary over devices are not checked: blocks start from zeros that do not vary yet.
     return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _cohort_source(cohorts: Cohort | Drawn) -> tuple[Any, Pick]:
-    """Return the clients of all rounds, `(rounds, clients, ...)`, and how to take some of them: packed, or by place."""
-    if not isinstance(cohorts, Drawn):
-        return cohorts, lambda packed: packed
-
-    def pick(places: Array) -> Cohort:
-        return jax.tree.map(lambda leaf: leaf.at[places].get(mode="promise_in_bounds"), cohorts.population)
-
-    return cohorts.places, pick
 
 
 def _run_blocks(

@@ -22,7 +22,7 @@ from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.cohort import ABSENT, Cohort, Needs, Packer, lengths_for
 from fedrecon._src.core.display import Progress, silent, warn_caller
 from fedrecon._src.core.keys import client_keys
-from fedrecon._src.core.model import ClientMetrics, Model, evaluated_names, finish
+from fedrecon._src.core.model import Model, evaluated_names, finish
 from fedrecon._src.core.split import Split, half, query_only, support_only
 from fedrecon._src.simulation.divergence import DivergenceWarning, describe_evaluation
 from fedrecon._src.simulation.engine import Layout, compile_each, layout, put_on_devices
@@ -157,7 +157,13 @@ class Evaluator:
         sums = measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
         if model.client_metrics is None:
             return sums
-        return jnp.concatenate([sums, _measure_clients(model.client_metrics, params, local, cohort)], 1)
+        measure = jax.vmap(
+            model.client_metrics.measure, (None, 0, 0, 0)
+        )  # of clients as a whole: one value counts once
+        values = measure(params, local, cohort.support, cohort.query)  # (clients, names)
+        measured = ~jnp.isnan(values) & (cohort.query.count > 0)[:, None]
+        of_clients = jnp.stack([jnp.where(measured, values, 0), measured.astype(values.dtype)], -1)
+        return jnp.concatenate([sums, of_clients], 1)
 
     def __call__(self, params: Any, client_state: Any = (), *, progress: Progress = silent) -> Evaluation:
         """Evaluate global parameters; a `DivergenceWarning` says if more than half of the clients diverged.
@@ -195,17 +201,10 @@ class Evaluator:
         run = functools.partial(self._run, put_on_devices((params, self._key), self._layout))
         parts = []
         with progress("evaluating", len(self.clients)) as advance:
-            for sums in _run_in_parts(run, self._packer, self.clients, self._layout, CLIENTS_AT_ONCE, client_state):
+            for sums in _run_in_parts(run, self._packer, self._layout, CLIENTS_AT_ONCE, client_state):
                 parts.append(sums.astype(np.float64))
                 advance(len(sums))
         return np.concatenate(parts)
-
-
-def _measure_clients(metrics: ClientMetrics, params: Any, local: Any, cohort: Cohort) -> jax.Array:
-    """Measure clients as a whole: sums of `(clients, names, 2)`, in which a client that has a value counts once."""
-    values = jax.vmap(metrics.measure, (None, 0, 0, 0))(params, local, cohort.support, cohort.query)
-    measured = ~jnp.isnan(values) & (cohort.query.count > 0)[:, None]
-    return jnp.stack([jnp.where(measured, values, 0), measured.astype(values.dtype)], -1)
 
 
 def evaluate(
@@ -346,7 +345,7 @@ def reconstruct(algorithm: Algorithm, params: Any, examples: Clients | Mapping[s
         lengths = lengths._replace(support=_round_up(lengths.support, needs.support_limit))
     packer = Packer(examples, needs, lengths)
     run = functools.partial(run, put_on_devices((params, jax.random.key(seed)), compiled_layout))
-    return concatenate(list(_run_in_parts(run, packer, examples, compiled_layout, PART, round_up=True)))
+    return concatenate(list(_run_in_parts(run, packer, compiled_layout, PART, round_up=True)))
 
 
 def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> int:
@@ -356,27 +355,21 @@ def _round_up(number: int, most: int | None = None, least: int = SHORTEST) -> in
 
 
 def _run_in_parts(
-    run: Callable[[tuple[Cohort, Any]], Any],
-    packer: Packer,
-    clients: Clients,
-    layout: Layout,
-    most: int,
-    client_state: Any = (),
-    *,
-    round_up: bool = False,
+    run: Callable[[Any], Any], packer: Packer, layout: Layout, most: int, state: Any = (), *, round_up: bool = False
 ) -> Iterator[Any]:
     """Run clients, at most so many at a time, as a layout runs them best; yield results in the clients' order.
 
     Absent clients are computed too. With `round_up` their number is such that few different ones are compiled.
     """
+    clients = packer.clients
     for chosen in np.split(np.arange(len(clients)), range(most, len(clients), most)):
         room = _round_up(len(chosen), least=1) if round_up else min(most, len(clients))
-        indices, sizes = np.full(room, ABSENT), np.zeros(room, np.int64)
-        indices[: len(chosen)], sizes[: len(chosen)] = chosen, clients.sizes[chosen]
+        absent = (0, room - len(chosen))
+        indices, sizes = np.pad(chosen, absent, constant_values=ABSENT), np.pad(clients.sizes[chosen], absent)
         order = layout.arrange(indices, sizes)
         local = layout.local(order)
-        state = jax.tree.map(lambda leaf, local=local: np.asarray(leaf)[np.maximum(local, 0)], client_state)
-        results = run((packer.pack(local), state))
+        of_cohort = jax.tree.map(lambda leaf, local=local: np.asarray(leaf)[np.maximum(local, 0)], state)
+        results = run((packer.pack(local), of_cohort))
         places = np.argsort(order)[len(order) - len(chosen) :]  # absent clients, with an index below 0, come first
         yield jax.tree.map(lambda leaf, places=places: np.asarray(leaf)[places], results)
 
