@@ -216,12 +216,12 @@ def partition(params: Params, local: Which, frozen: Which = ()) -> Partition:
         "`local` selects everything, so nothing would be left for the server to learn": shared_paths,
     }
     check_rules(rules)
-    parts = ({path: leaves[path] for path in paths} for paths in (shared_paths, local_paths, frozen_paths))
+    parts = [{path: leaves[path] for path in paths} for paths in (shared_paths, local_paths, frozen_paths)]
 
     def merge(shared: Mapping[str, Any], local: Mapping[str, Any], frozen: Mapping[str, Any]) -> Params:
         return unflatten(structure, {**shared, **local, **frozen})
 
-    return Partition(*parts, merge)
+    return Partition(parts[0], parts[1], parts[2], merge)
 
 
 def select_paths(which: Which, name: str, leaves: Mapping[str, Any]) -> list[str]:

@@ -157,9 +157,8 @@ class Evaluator:
         sums = measure_all(objective, local, (), cohort.query, batch_size=self._batch_size)
         if model.client_metrics is None:
             return sums
-        measure = jax.vmap(
-            model.client_metrics.measure, (None, 0, 0, 0)
-        )  # of clients as a whole: one value counts once
+        # Metrics of clients as a whole: a client that has a value counts once.
+        measure = jax.vmap(model.client_metrics.measure, (None, 0, 0, 0))
         values = measure(params, local, cohort.support, cohort.query)  # (clients, names)
         measured = ~jnp.isnan(values) & (cohort.query.count > 0)[:, None]
         of_clients = jnp.stack([jnp.where(measured, values, 0), measured.astype(values.dtype)], -1)

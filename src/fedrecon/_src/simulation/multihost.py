@@ -236,7 +236,8 @@ class _FirstProcessFolder(RunFolder):
 
     _alone = False  # while the first process does something that the others do not take part in
     replace, complete = _in_first(RunFolder.replace), _in_first(RunFolder.complete)
-    describe, record, checkpoint = map(_in_first, (RunFolder.describe, RunFolder.record, RunFolder.checkpoint))
+    describe, record = _in_first(RunFolder.describe), _in_first(RunFolder.record)
+    checkpoint = _in_first(RunFolder.checkpoint)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
