@@ -307,12 +307,11 @@ def update_keys(model: Model, key: Array, cohort: Cohort) -> Array | None:
     return None if model.predict_train is None else step_keys(model, client_keys(key, cohort.identity))[1]
 
 
-def stateless_client(model: Model, updater: Updater, predict: Predict | None = None) -> Client:
+def stateless_client(updater: Updater, predict: Predict | None = None) -> Client:
     """Return the client function of a method whose clients run U on the whole model and keep nothing.
 
     Args:
-      model: with everything global.
-      updater: runs U.
+      updater: runs U, on a model with everything global.
       predict: as `Updater.run` takes it; as the model predicts by default.
 
     Example:
@@ -321,12 +320,12 @@ def stateless_client(model: Model, updater: Updater, predict: Predict | None = N
       >>> from fedrecon import kit
       >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
       >>> updater = kit.Updater(model, fr.gradient_descent(optax.sgd(0.1), batch_size=5))
-      >>> client = kit.stateless_client(model, updater)  # for `Method.client`
+      >>> client = kit.stateless_client(updater)  # for `Method.client`
     """
 
     def client(params: Params, _: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
-        keys = update_keys(model, key, cohort)
-        return updater.run(params, cohort, predict or first_order_predict(model), (), keys=keys).upload, ()
+        keys = update_keys(updater.model, key, cohort)
+        return updater.run(params, cohort, predict or first_order_predict(updater.model), (), keys=keys).upload, ()
 
     return client
 
@@ -397,7 +396,6 @@ def step_server(
 
 
 def averaging_method(
-    model: Model,
     server: optax.GradientTransformation,
     updater: Updater,
     recon: Reconstruction | None = None,
@@ -408,7 +406,6 @@ def averaging_method(
     """Return a method whose server averages the clients' changes and takes a step with an optax optimizer.
 
     Args:
-      model: what is trained.
       server: the optimizer that takes the negative mean change as a gradient.
       updater: runs U. Unless `fields` say otherwise, clients do nothing else, and keep nothing.
       recon: R, for use after training; None if `fields` have `reconstruct`.
@@ -421,11 +418,12 @@ def averaging_method(
       >>> from fedrecon import kit
       >>> model = fr.models.client_table(fr.models.matrix_factorization(10), num_clients=5)
       >>> updater = kit.Updater(model, fr.gradient_descent(optax.sgd(0.1), batch_size=5))
-      >>> method = kit.averaging_method(model, optax.sgd(1.0), updater, kit.reconstruction(model, None))
+      >>> method = kit.averaging_method(optax.sgd(1.0), updater, kit.reconstruction(model, None))
     """
+    model = updater.model
     defaults: dict[str, Any] = {
         "init": lambda key: init_server(model, server, key),
-        "client": stateless_client(model, updater),
+        "client": stateless_client(updater),
         "server": lambda state, mean, report: step_server(server, state, mean[DELTA], averaged_paths(model)),
         "steps": lambda support, query: updater.solver.steps(query),
     }

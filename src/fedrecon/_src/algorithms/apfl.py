@@ -66,7 +66,6 @@ def apfl(
             return updated.upload, kit.keep_finite(local, state)
 
         return kit.averaging_method(
-            model,
             server,
             updater,
             client=client,

@@ -55,14 +55,13 @@ def ditto(
 
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update)
-        train_global = kit.stateless_client(model, updater)
+        train_global = kit.stateless_client(updater)
 
         def client(params: kit.Params, state: Any, cohort: kit.Cohort, key: Array) -> tuple[kit.Upload, Any]:
             upload, _ = train_global(params, (), cohort, key)
             return upload, kit.keep_finite(train_personal(params, state, cohort.query), state)
 
         return kit.averaging_method(
-            model,
             server,
             updater,
             client=client,

@@ -53,7 +53,6 @@ def fedalt(
             return updater.run(params, cohort, kit.first_order_predict(model), local, keys=of_update).upload, local
 
         return kit.averaging_method(
-            model,
             server,
             updater,
             recon,

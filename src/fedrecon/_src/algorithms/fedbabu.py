@@ -53,7 +53,7 @@ def fedbabu(
             of_steps = kit.step_keys(model, keys)[1]
             return updater.run(params, cohort, kit.first_order_predict(model), drawn, keys=of_steps).upload, ()
 
-        return kit.averaging_method(model, server, updater, kit.reconstruction(model, head), client=client)
+        return kit.averaging_method(server, updater, kit.reconstruction(model, head), client=client)
 
     same_head = model._replace(init_local=lambda key: model.init_local(jax.random.key(seed)))
     return kit.Algorithm(same_head, define, aggregate or kit.mean())

@@ -73,7 +73,7 @@ def federated_averaging(
     def define(model: Model) -> Method:
         updater, recon = Updater(model, update), reconstruction(model, reconstruct)
         if not jax.tree.leaves(shapes_of(model.init_local)):
-            return averaging_method(model, server, updater, recon)
+            return averaging_method(server, updater, recon)
 
         def client(params: Params, client_state: Any, cohort: Cohort, key: Array) -> tuple[Upload, Any]:
             of_steps = update_keys(model, key, cohort)
@@ -84,6 +84,6 @@ def federated_averaging(
         def init_client(params: Params, keys: Array) -> Params:
             return jax.vmap(model.init_local)(keys)
 
-        return averaging_method(model, server, updater, recon, client=client, init_client=init_client)
+        return averaging_method(server, updater, recon, client=client, init_client=init_client)
 
     return Algorithm(model, define, aggregate or mean_of_uploads())

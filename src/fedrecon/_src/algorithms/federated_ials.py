@@ -93,8 +93,13 @@ class _Cost(NamedTuple):
         errors = jnp.where(query.weight > 0, error, 0)
         return (squares + self.unobserved * everything) / 2, jnp.stack([jnp.sum(errors**2), jnp.sum(errors)])
 
-    def gradients(self, items: _Everything, sides: tuple[_Side, _Side], both_ways: bool) -> _Gradients:
-        """Return what a client sends, from support to query, and back if `both_ways`."""
+    def gradients(
+        self, items: _Everything, sides: tuple[_Side, _Side], both_ways: bool
+    ) -> tuple[tuple[Array, tuple[_Side, _Side]], Array, Array]:
+        """Return a client's gradients by the Gram matrix and its sides, its number of examples and its sums of metrics.
+
+        They are from support to query, and back if `both_ways`.
+        """
         counts = jnp.stack([jnp.sum(side.weight > 0) for side in sides]).astype(jnp.float32)
         takes_part = jnp.all(counts > 0)
         count = jnp.where(takes_part, counts.sum() if both_ways else counts[1], 0)
@@ -104,18 +109,9 @@ class _Cost(NamedTuple):
             costs, errors = zip(*(self.on_query(items._replace(gram=gram), *way) for way in ways), strict=True)
             return jnp.where(takes_part, sum(costs) / jnp.maximum(count, 1), 0.0), sum(errors, jnp.zeros(2))
 
-        (of_gram, of_sides), errors = jax.grad(total, (0, 1), has_aux=True)(items.gram, sides)
+        gradients, errors = jax.grad(total, (0, 1), has_aux=True)(items.gram, sides)
         sums = jnp.stack([jnp.stack([errors[0], count]), jnp.stack([errors[1] + count, count])])
-        return _Gradients(of_gram, of_sides, count, jnp.where(takes_part, sums, 0))
-
-
-class _Gradients(NamedTuple):
-    """Gradients of a client by the Gram matrix and its sides, its number of examples, and its sums of metrics."""
-
-    gram: Array
-    sides: tuple[_Side, _Side]
-    examples: Array
-    sums: Array
+        return gradients, count, jnp.where(takes_part, sums, 0)
 
 
 def _correct_inverse(rows: Array, items: _Everything, cost: _Cost) -> Callable[[Array], Array]:
@@ -186,10 +182,10 @@ def federated_ials(
 
             def run(length: int) -> kit.Upload:
                 support, query = (_side_of(model, params, side, length) for side in sides)
-                gradients = jax.vmap(partial(cost.gradients, both_ways=both_ways), (None, 0))(items, (support, query))
+                of_clients = jax.vmap(partial(cost.gradients, both_ways=both_ways), (None, 0))
+                gradients, examples, sums = of_clients(items, (support, query))
                 positions = jnp.concatenate([slot[:, :length] for slot in slots], 1)
-                changes = _changes(gradients, positions, rows)
-                return kit.Upload({kit.DELTA: changes}, gradients.examples, gradients.sums)
+                return kit.Upload({kit.DELTA: _changes(*gradients, positions, rows)}, examples, sums)
 
             upload = _run_shortest(run, sides)
             if by_rows:
@@ -240,7 +236,7 @@ def _side_of(model: kit.Model, params: kit.Params, examples: kit.Examples, lengt
     return _Side(params[ITEMS][item], params[HISTORY][item], weights)
 
 
-def _changes(gradients: _Gradients, positions: Array, rows: int) -> dict[str, Any]:
+def _changes(of_gram: Array, of_sides: tuple[_Side, _Side], positions: Array, rows: int) -> dict[str, Any]:
     """Return what clients send: the gradients by the Gram matrix, and by rows at the positions of their examples."""
     clients = len(positions)
     flat = (positions + rows * jnp.arange(clients)[:, None]).reshape(-1)
@@ -250,8 +246,8 @@ def _changes(gradients: _Gradients, positions: Array, rows: int) -> dict[str, An
         placed = jnp.zeros((clients * rows, values.shape[2])).at[flat].add(values.reshape(len(flat), -1))
         return placed.reshape(clients, rows, -1)
 
-    of_items, of_history, _ = zip(*gradients.sides, strict=True)
-    return {GRAM: -gradients.gram, ITEMS: place(of_items), HISTORY: place(of_history)}
+    of_items, of_history, _ = zip(*of_sides, strict=True)
+    return {GRAM: -of_gram, ITEMS: place(of_items), HISTORY: place(of_history)}
 
 
 def _check_model(model: kit.Model) -> int:

@@ -120,7 +120,6 @@ def federated_reconstruction(
 
         passes = 2 if both_ways else 1
         return averaging_method(
-            model,
             server,
             updater,
             recon,

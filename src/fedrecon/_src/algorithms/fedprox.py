@@ -48,6 +48,6 @@ def fedprox(
 
     def define(model: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update, surrogate=proximal)
-        return kit.averaging_method(model, server, updater, kit.reconstruction(model, None))
+        return kit.averaging_method(server, updater, kit.reconstruction(model, None))
 
     return kit.Algorithm(model, define, aggregate or kit.mean())

@@ -61,10 +61,9 @@ def per_fedavg(
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update, through_support=True)
         return kit.averaging_method(
-            model,
             server,
             updater,
-            client=kit.stateless_client(model, updater, predict),
+            client=kit.stateless_client(updater, predict),
             reconstruct=lambda w, _, support, keys: kit.solve_params(model, adapt, kit.copy_params(w, keys), support),
             needs=updater.needs(kit.half() if split is None else split, adapt.limit),
             support_limit=adapt.limit,

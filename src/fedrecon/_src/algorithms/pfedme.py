@@ -68,7 +68,6 @@ def pfedme(
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update, surrogate=envelope, whole_tables=adapt.reach() == "whole")
         return kit.averaging_method(
-            model,
             server,
             updater,
             reconstruct=find_personal,

@@ -62,7 +62,6 @@ def pfedrec(
             return upload, kit.keep_finite({"score": score, "items": items}, state)
 
         return kit.averaging_method(
-            model,
             server,
             updater,
             client=client,

@@ -6,7 +6,7 @@ Rounds built from these functions match the simulator's to about 1e-6; only the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -123,9 +123,9 @@ def client_round(
       >>> result.client_state  # this method keeps nothing
       ()
     """
-    run = functools.partial(_compiled(_run_clients, algorithm), message)
-    blocks = _run_blocks(run, algorithm, as_clients(examples, client), key, client_state, lengths)
-    return ClientRound(*concatenate([_first(count, results) for results, count in blocks]))
+    clients, run = as_clients(examples, client), _compiled(_run_clients, algorithm)
+    blocks = _blocks(algorithm, clients, key, client_state, lengths)
+    return ClientRound(*concatenate([jax.device_get(run(message, *block)) for block in blocks], len(clients)))
 
 
 def client_total(
@@ -166,12 +166,13 @@ def client_total(
       >>> float(result.total.scalars["clients"])
       1.0
     """
-    run = functools.partial(_compiled(_add_clients, algorithm), message, key if secret is None else secret)
+    clients, run = as_clients(examples, client), _compiled(_add_clients, algorithm)
     total, states = None, []
-    for (part, state), count in _run_blocks(run, algorithm, as_clients(examples, client), key, client_state, lengths):
+    for block in _blocks(algorithm, clients, key, client_state, lengths):
+        part, state = run(message, key if secret is None else secret, *block)
         total = part if total is None else jax.tree.map(jnp.add, total, part)
-        states.append(_first(count, state))
-    return ClientTotal(jax.tree.map(np.asarray, total), concatenate(states))
+        states.append(jax.device_get(state))
+    return ClientTotal(jax.device_get(total), concatenate(states, len(clients)))
 
 
 def init_client_state(algorithm: Algorithm, clients: Clients, seed: int) -> Any:
@@ -284,15 +285,10 @@ def as_clients(examples: Clients | Mapping[str, Any], client: Any = 0) -> Client
     return Clients(arrays, np.array([0]), np.array([examples_of_client]), np.array([client]))
 
 
-def _run_blocks(
-    run: Callable[..., Any],
-    algorithm: Algorithm,
-    clients: Clients,
-    key: Array,
-    client_state: Any,
-    lengths: Lengths | None,
-) -> Iterable[tuple[tuple[Any, Any], int]]:
-    """Run clients in blocks of one size; yield what `run` returns for each block and how many clients the block has."""
+def _blocks(
+    algorithm: Algorithm, clients: Clients, key: Array, client_state: Any, lengths: Lengths | None
+) -> Iterator[tuple[Any, Cohort, Array]]:
+    """Yield the arguments of a client function, for blocks of one size; clients that the last one lacks are absent."""
     check_clients(clients, "run")
     if algorithm.method.init_client is None:
         client_state = ()
@@ -307,21 +303,17 @@ def _run_blocks(
         numbers = np.arange(begin, begin + block)
         indices = np.where(numbers < len(clients), numbers, ABSENT)
         state = jax.tree.map(lambda leaf, at=indices: np.asarray(leaf)[np.maximum(at, 0)], client_state)
-        cohort = packer.pack(indices, np.full(block, draw))
-        yield run(state, cohort, key), min(block, len(clients) - begin)
+        yield state, packer.pack(indices, np.full(block, draw)), key
 
 
-def _first(count: int, tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], tree)
-
-
-def concatenate(trees: Sequence[Any]) -> Any:
+def concatenate(trees: Sequence[Any], clients: int | None = None) -> Any:
     """Concatenate the arrays of several pytrees of one structure.
 
     Args:
       trees: of clients, clients first in every leaf.
+      clients: how many there are, without those that are absent; None for all.
     """
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:clients], *trees)
 
 
 def _packer(algorithm: Algorithm, clients: Clients, lengths: Lengths | None = None) -> Packer:

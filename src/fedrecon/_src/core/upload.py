@@ -257,8 +257,6 @@ def map_values(function: Callable[[Array], Array], parts: Mapping[str, Mapping[s
     """
 
     def map_change(change: Any) -> Any:
-        if isinstance(change, RowChanges):
-            return dataclasses.replace(change, values=function(change.values))
-        return function(change)
+        return dataclasses.replace(change, values=function(change.values)) if is_rows(change) else function(change)
 
     return map_changes(map_change, parts)
