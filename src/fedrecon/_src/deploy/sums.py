@@ -12,8 +12,8 @@ import numpy as np
 
 from fedrecon._src.algorithms.rounds import total_shapes
 from fedrecon._src.core.model import Model, evaluated_names, finish
-from fedrecon._src.core.pytrees import flatten, unflatten
-from fedrecon._src.core.wire import SLACK, nbytes
+from fedrecon._src.core.pytrees import flatten, nbytes, unflatten
+from fedrecon._src.core.wire import SLACK
 from fedrecon._src.deploy import admission
 from fedrecon._src.deploy.messages import (
     MOST_HEADER,
