@@ -185,8 +185,7 @@ def tune(
     task = task_of(config)
     ratings = task.load(config, silent)
     bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
-    if not len(bench.users.valid):
-        raise ValueError("there are no validation users to tune on; set aside some with --data.fractions")
+    enforce([Rule(not len(bench.users.valid), "data.fractions", "must set aside validation users to tune on")], config)
     check_some_can_learn(config, task, bench.users)
     # A folder that cannot be written to is noticed before anything is tried.
     with contextlib.nullcontext() if folder is None else lock_tuning(Path(folder)):

@@ -13,10 +13,11 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import check_finite
+from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data import Corpus, Ratings, load, load_ratings, load_text
-from fedrecon._src.recommend.config import Config, change_settings, check_config, preset_of
+from fedrecon._src.recommend.config import change_settings, check_config, preset_of
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.serving import Completer, Recommender
@@ -97,7 +98,10 @@ def _train(
     if unknown := set(options) - set(TrainOptions.__annotations__):
         raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(TrainOptions.__annotations__)}")
     progress = options.get("progress", silent)
-    config, task = check_config(_configure(preset_of(task_name), model, options)), TASKS[task_name]
+    paths = {"fractions": "data.fractions", "rounds": "rounds", "seed": "seed"}
+    changes = {"data.source": "the data", **{paths[name]: value for name, value in options.items() if name in paths}}
+    changes |= {path: value for path, value in model.items() if value is not None}
+    config, task = check_config(change_settings(preset_of(task_name), changes)), TASKS[task_name]
     users = task.divide(config, data, progress)
     check_some_can_learn(config, task, users)
     ready: Ready = task.prepare(config, data, users, task.legend(config, data))
@@ -115,14 +119,6 @@ def _train(
     return saved, ready.users, run
 
 
-def _configure(config: Config, model: Mapping[str, Any], options: TrainOptions) -> Config:
-    """Return settings with some of them replaced."""
-    changes: dict[str, Any] = {f"model.{name}": value for name, value in model.items() if value is not None}
-    paths = {"fractions": "data.fractions", "rounds": "rounds", "seed": "seed"}
-    changes |= {paths[name]: value for name, value in options.items() if name in paths}
-    return change_settings(config, {"data.source": "the data", **changes})
-
-
 def _as_ratings(data: Any, **options: Any) -> Ratings:
     """Return ratings; clients without ids or titles of items have the numbers of their items."""
     if isinstance(data, Ratings):
@@ -132,13 +128,15 @@ def _as_ratings(data: Any, **options: Any) -> Ratings:
     if not isinstance(data, Clients):
         return load_ratings(data, **options)
     columns = dict(data.columns)
-    item = columns.get("item")
-    if item is None or item.dtype.kind not in "iu" or item.min(initial=0) < 0:
-        raise ValueError("clients need a column 'item' of numbers from 0; fr.data.load_ratings numbers other ids")
+    item = np.asarray(columns.get("item", ()))
+    numbered = item.dtype.kind in "iu" and item.min(initial=0) >= 0
     if "rating" not in columns and options.get("rating") == "auto":
         columns["rating"] = np.ones(len(item), np.float32)
-    if "rating" not in columns:
-        raise ValueError(f"clients need a column 'rating' (got {', '.join(columns)})")
+    rules = {
+        "clients need a column 'item' of numbers from 0; fr.data.load_ratings numbers other ids": numbered,
+        f"clients need a column 'rating' (got {', '.join(columns)})": "rating" in columns,
+    }
+    check_rules(rules)
     fields = {f.name: getattr(data, f.name) for f in dataclasses.fields(Clients)} | {"columns": columns}
     ratings = Ratings(**fields, item_ids=np.arange(int(item.max(initial=0)) + 1))
     check_finite(ratings, "rating")
@@ -167,7 +165,7 @@ def train(ratings: Any, *, dim: int | None = None, **options: Unpack[TrainOption
       >>> recommender  # doctest: +SKIP
       Recommender(20 items, trained on ratings from 1 to 5)
     """
-    return Recommender(*_train("ratings", _as_ratings(ratings), {"dim": dim}, options))
+    return Recommender(*_train("ratings", _as_ratings(ratings), {"model.dim": dim}, options))
 
 
 def train_clicks(clicks: Any, *, dim: int | None = None, **options: Unpack[TrainOptions]) -> Recommender:
@@ -189,7 +187,7 @@ def train_clicks(clicks: Any, *, dim: int | None = None, **options: Unpack[Train
       Recommender(20 items, trained on clicks)
     """
     data = _as_ratings(clicks, rating="auto", duplicates="sum")
-    return Recommender(*_train("clicks", data, {"dim": dim}, options))
+    return Recommender(*_train("clicks", data, {"model.dim": dim}, options))
 
 
 def train_text(
@@ -211,4 +209,4 @@ def train_text(
       >>> fr.recommend.train_text(corpus, rounds=5)  # doctest: +SKIP
     """
     data = corpus if isinstance(corpus, Corpus) else load_text(corpus, progress=options.get("progress", silent))
-    return Completer(*_train("text", data, {"vocabulary": vocabulary}, options))
+    return Completer(*_train("text", data, {"model.vocabulary": vocabulary}, options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from optax import GradientTransformation, piecewise_constant_schedule
@@ -23,8 +23,7 @@ from fedrecon._src.recommend.settings import FOUND, relaxed_rounds
 RELAXED = 0.25  # what a relaxation leaves of the prior
 
 
-@dataclass(frozen=True, eq=False)
-class Liking:
+class Liking(NamedTuple):
     """What training users thought of the items, as sums over them tell: what a baseline needs.
 
     Attributes:
@@ -34,11 +33,6 @@ class Liking:
 
     bias: np.ndarray
     user_ridge: float
-
-    def __post_init__(self) -> None:
-        """Check that the numbers make sense."""
-        sound = np.isfinite(self.bias).all() and 0 < self.user_ridge < math.inf
-        check_rules({"item biases must be finite and their ridge must be above 0": sound})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +56,14 @@ class Items:
     def __post_init__(self) -> None:
         """Check that there is a title, a count and a bias for every item, if there are any."""
         low, high = self.scale or (0, 1)
+        biases, ridge = self.liking or (None, 1.0)
+        sound = biases is None or (np.isfinite(biases).all() and 0 < ridge < math.inf)
         rules = {
             "`ids` must be a list of at least one item": self.ids.ndim == 1 and len(self.ids) > 0,
             "`counts` must not be negative": self.counts is None or self.counts.min(initial=0) >= 0,
             "`scale` must be finite, with the lowest rating first": -np.inf < low <= high < np.inf,
+            "item biases must be finite and their ridge must be above 0": sound,
         }
-        biases = None if self.liking is None else self.liking.bias
         columns = {"titles": self.titles, "counts": self.counts, "liking": biases}
         for name, values in columns.items():
             rules[f"`{name}` must have one entry for each item"] = values is None or values.shape == self.ids.shape

@@ -93,11 +93,9 @@ def open_model(path: str | Path) -> SavedModel[Any]:
     if not (folder / DESCRIPTION).exists():
         folder = find_part(folder, MODEL)
     if not folder.is_dir():
-        advice = f"{path} holds no model: train one with fedrecon train DATA --out {path}"
-        if list_checkpoints(Path(path)):
-            advice = f"the run in {path} has no model yet: if nothing is training it, continue with the same command "
-            advice += "and --resume"
-        raise StorageError(advice)
+        untrained = f"{path} holds no model: train one with fedrecon train DATA --out {path}"
+        unfinished = f"the run in {path} has no model yet: unless it is running, continue with its command and --resume"
+        raise StorageError(unfinished if list_checkpoints(Path(path)) else untrained)
     saved = _read_description(folder / DESCRIPTION)
     try:
         like = jax.eval_shape(saved.algorithm.model.init_global, jax.random.key(0))

@@ -78,14 +78,13 @@ def run(args: Demo) -> int:
 def _compare(outcome: ExperimentResult, test: Evaluation) -> None:
     """Compare the model with the baselines, and with itself without reconstruction."""
     from fedrecon._src.recommend.evaluation_table import compare_with_baselines, without_reconstruction
-    from fedrecon._src.recommend.recipe import build_split
+    from fedrecon._src.recommend.recipe import make_evaluator
     from fedrecon._src.recommend.tasks import RATINGS
-    from fedrecon._src.simulation.evaluation import Evaluator
 
     config, users = outcome.model.config, outcome.users
-    split = build_split(config.split.evaluate, config.split)
-    fixed = without_reconstruction(config, len(outcome.model.legend))
-    initial = Evaluator(fixed, users.test, split=split, seed=config.seed)(outcome.run.params)
+    evaluator = make_evaluator(config, without_reconstruction(config, len(outcome.model.legend)), users, part="test")
+    assert evaluator is not None  # there are test users
+    initial = evaluator(outcome.run.params)
     rows: dict[str, Mapping[str, float]] = {"FedRecon, reconstructed from half of a user's ratings": test.micro}
     rows |= {f"baseline: {name}": row for name, row in outcome.baselines.items()}
     rows |= {"the same model without reconstruction": initial.micro}
@@ -112,7 +111,5 @@ def _recommend(outcome: ExperimentResult) -> None:
         ("title", "own rating"),
         [(items.title(theirs["item"][k]), f"{theirs['rating'][k]:g}") for k in best],
     )
-    advice = Recommender(outcome.model).recommend_numbers(person)[0]
-    rated = zip(advice.items, advice.scores, strict=True)
-    best_items = [{"title": items.title(k), "rating": float(score)} for k, score in rated]
-    show.recommendations("recommended to them, best first", best_items)
+    (advice,) = Recommender(outcome.model).recommend(person)
+    show.recommendations("recommended to them, best first", [item._asdict() for item in advice])
