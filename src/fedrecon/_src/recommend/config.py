@@ -115,7 +115,7 @@ class Config:
     patience: PositiveInt | None = None
     checkpoint_every: PositiveInt = 100
     seed: Seed = 0
-    jax_devices: int | None = None
+    jax_devices: PositiveInt | None = None
     block: Count | None = None
 
     usual_block: ClassVar[int | None] = None  # clients side by side by default; None leaves it to the model

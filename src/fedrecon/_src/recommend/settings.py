@@ -246,7 +246,7 @@ class Reading:
     time: int | str | None = "auto"
     delimiter: str | None = None
     header: bool | None = None
-    skip_lines: int = 0
+    skip_lines: Rounds = 0
     encoding: str = "utf-8"
     duplicates: Literal["last", "first", "mean", "sum", "error"] = "last"
     bad_rows: Literal["error", "skip"] = "error"
