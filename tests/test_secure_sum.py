@@ -470,7 +470,7 @@ def test_terms_travel_as_bytes_and_bad_ones_are_refused():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"cohort": 1}, "`cohort` and `circle` must be at least 2"),
+        ({"cohort": 1}, "`circle`, at most the cohort, must be from 2 to 65535"),
         ({"threshold": 5}, "`threshold` must be above half"),
         ({"threshold": 11}, "and not above `circle`"),
         ({"bits": 16}, "`bits` must be 32 or 64"),
@@ -500,7 +500,7 @@ def test_a_client_that_does_not_share_with_all_its_circle_is_left_out():
     host.shares[2] = sum_messages.write_entries("shares", host.terms, 2, sealed)
     result = host.deliver().mask().collect().unmask().total()
     assert result.clients == (0, 1, 3, 4)
-    assert "does not share with exactly its circle" in result.refused[2]
+    assert "must name exactly [0, 1, 3, 4]" in result.refused[2]
 
 
 def test_one_that_speaks_twice_or_for_another_is_left_out():

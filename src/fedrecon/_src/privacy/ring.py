@@ -52,14 +52,13 @@ class IntegerGrid(NamedTuple):
         return clip / self.step + math.sqrt(length) / 2
 
 
-def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> IntegerGrid:
+def grid(limit: float, clients: int, *, bits: int = 32) -> IntegerGrid:
     """Choose the finest grid on which the sum of `clients` values cannot overflow.
 
     Args:
       limit: the largest absolute value, such as the clipping norm.
       clients: how many values are added up at most.
       bits: of the ring: 20, 24, 32 or 64.
-      headroom: integers to leave free on either side, for noise that clients add.
 
     Returns:
       The grid. Sums stay below 2**53 even with 64 bits, so that they are exact as double precision.
@@ -67,16 +66,14 @@ def grid(limit: float, clients: int, *, bits: int = 32, headroom: int = 0) -> In
     check_number("limit", limit, above=True)
     check_number("clients", clients, least=1)
     check_choice("bits", bits, WIDTHS)
-    check_number("headroom", headroom)
-    room = (2 ** min(bits - 1, 53) - 1 - headroom) // clients  # integers for each client
+    room = (2 ** min(bits - 1, 53) - 1) // clients  # integers for each client
     if room < 1:
-        noise = f" and noise up to {headroom}" if headroom else ""
-        advice = "fewer clients or less noise" if bits == 64 else "more bits"
-        raise ValueError(f"{bits} bits cannot hold the sum of {clients} clients{noise}; use {advice}")
+        advice = "fewer clients" if bits == 64 else "more bits"
+        raise ValueError(f"{bits} bits cannot hold the sum of {clients} clients; use {advice}")
     step = 2.0 ** math.ceil(math.log2(limit) - math.log2(room))
     while _levels(limit, step) > room:
         step *= 2
-    return IntegerGrid(float(limit), clients, step, bits, headroom)
+    return IntegerGrid(float(limit), clients, step, bits)
 
 
 def _levels(limit: float, step: float) -> int:

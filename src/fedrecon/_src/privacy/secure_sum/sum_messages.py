@@ -8,7 +8,7 @@ made from them. So a hostile message costs no more memory than its size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -81,10 +81,9 @@ class _Reader:
 
     def records(self, size: int) -> list[bytes]:
         """Read a count and that many records of one size, which must be all that is left."""
-        number = self.count()
-        if len(self._left) != number * size:
-            raise MessageError(f"a {self._kind} message of {number} entries of {size} bytes has {len(self._left)}")
-        return [self.take(size) for _ in range(number)]
+        records = [self.take(size) for _ in range(self.count())]
+        self.end()
+        return records
 
     def end(self) -> None:
         if len(self._left):
@@ -153,10 +152,24 @@ def write_entries(kind: str, terms: Terms, client: int, entries: Mapping[int, by
     return _header(kind, terms, client) + _COUNT.pack(len(entries)) + records
 
 
-def read_entries(kind: str, message: bytes, terms: Terms, client: int) -> dict[int, bytes]:
-    """Read what `write_entries` wrote, by the other client: whom shares are for, from, or whose secret they are of."""
+def read_entries(
+    kind: str, message: bytes, terms: Terms, client: int, expected: Collection[int] | None = None
+) -> dict[int, bytes]:
+    """Read what `write_entries` wrote, by the other client: whom shares are for, from, or whose secret they are of.
+
+    Args:
+      kind: of the message.
+      message: as it was received.
+      terms: of the sum.
+      client: that it comes from or goes to.
+      expected: the other clients that it must name; None for any.
+    """
     records = _Reader(message, kind, terms, client).records(_CLIENT.size + ENTRY[kind])
-    return _by_client(kind, ((*_CLIENT.unpack(record[: _CLIENT.size]), record[_CLIENT.size :]) for record in records))
+    pairs = ((*_CLIENT.unpack(record[: _CLIENT.size]), record[_CLIENT.size :]) for record in records)
+    entries = _by_client(kind, pairs)
+    if expected is not None and set(entries) != set(expected):
+        raise MessageError(f"a {kind} message of client {client} must name exactly {sorted(expected)}")
+    return entries
 
 
 # ---- masked ----

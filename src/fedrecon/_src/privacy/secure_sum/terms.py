@@ -92,7 +92,7 @@ class Terms(NamedTuple):
             "`round` must be from 0 to 2**64 - 1": 0 <= self.round < 2**64,
             "`length` must be from 1 to 2**64 - 1": 1 <= self.length < 2**64,
             "`bits` must be 32 or 64": self.bits in WIDTHS,
-            "`circle` must be from 2 to 65535": 2 <= self.circle < 2**16,
+            "`circle`, at most the cohort, must be from 2 to 65535": 2 <= self.circle < 2**16,
             "`threshold` must be above half of `circle`, so that nobody can collect both secrets of a client, and not "
             "above `circle`": self.circle < 2 * self.threshold <= 2 * self.circle,
         }
@@ -149,8 +149,6 @@ def plan(
       entropy: where they are drawn from.
     """
     size = min(circle, cohort)
-    if size < 2:
-        raise SecureSumError(f"`cohort` and `circle` must be at least 2 (got cohort={cohort}, circle={circle})")
     needed = -(-3 * size // 5) if threshold is None else threshold
     return Terms(session or entropy(16), round, length, bits, size, needed).check()
 
