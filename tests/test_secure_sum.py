@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fedrecon._src.privacy import secure_sum as ss
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.primitives import add_mask
-from rehearsal import Dropouts, rehearse
+from rehearsal import Dropouts, rehearse, system_entropy_from
 
 MARGIN = len(sum_messages._header("masked", ss.plan(3, 1), 0))
 
@@ -32,23 +32,22 @@ def exact(vectors, clients):
 class Host:
     """Carries messages between `clients` and a server, one step at a time."""
 
-    def __init__(self, clients=5, threshold=None, circle=41, length=4, seed=3, **advertise):
-        self.entropy = ss.seeded(seed)
-        self.terms = ss.plan(clients, length, circle=circle, threshold=threshold, entropy=self.entropy)
+    def __init__(self, clients=5, threshold=None, circle=41, length=4, **advertise):
+        self.terms = ss.plan(clients, length, circle=circle, threshold=threshold)
         self.vectors = draw(clients, length)
         self.state, self.hellos = {}, {}
         for me in range(clients):
             options = {name: value[me] for name, value in advertise.items()}
-            self.state[me], self.hellos[me] = ss.advertise(self.terms, me, least=0, entropy=self.entropy, **options)
+            self.state[me], self.hellos[me] = ss.advertise(self.terms, me, least=0, **options)
 
     def introduce(self, **options):
-        self.server, self.rosters = ss.introduce(self.terms, self.hellos.items(), entropy=self.entropy, **options)
+        self.server, self.rosters = ss.introduce(self.terms, self.hellos.items(), **options)
         return self
 
     def share(self, **options):
         self.shares = {}
         for me, roster in self.rosters.items():
-            self.state[me], self.shares[me] = ss.share(self.state[me], roster, entropy=self.entropy, **options)
+            self.state[me], self.shares[me] = ss.share(self.state[me], roster, **options)
         return self
 
     def deliver(self):
@@ -119,7 +118,8 @@ def test_a_ring_of_circles_gives_the_exact_sum_or_nothing(leaves, seed):
     terms = ss.plan(clients, 5, circle=7, threshold=4)
     gone = Dropouts(*([k for k in range(clients) if leaves[k] == step] for step in range(4)))
     try:
-        result = rehearse(vectors, terms, dropouts=gone, entropy=ss.seeded(seed))
+        with system_entropy_from(seed):
+            result = rehearse(vectors, terms, dropouts=gone)
     except ss.TooFewClients:
         return
     assert result.total.tolist() == exact(vectors, result.clients).tolist()
@@ -138,10 +138,10 @@ def test_one_dropout_at_each_message_of_a_ring_is_no_trouble():
 
 
 def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on():
-    terms, entropy = ss.plan(40, 5, circle=9, threshold=5, entropy=ss.seeded(5)), ss.seeded(7)
-    vectors = draw(40)
+    terms, vectors = ss.plan(40, 5, circle=9, threshold=5), draw(40)
     states = {me: ss.advertise(terms, me, least=0) for me in range(40)}
-    server, rosters = ss.introduce(terms, ((me, hello) for me, (_, hello) in states.items()), entropy=entropy)
+    with system_entropy_from(7):
+        server, rosters = ss.introduce(terms, ((me, hello) for me, (_, hello) in states.items()))
     lonely = 11
     gone = [member for member in server.circles[lonely] if member != lonely][:5]  # which leaves 4 of 9, and needs 5
     shared = {me: ss.share(states[me][0], rosters[me]) for me in range(40) if me not in gone}
@@ -158,8 +158,9 @@ def test_a_client_whose_circle_shrank_too_far_is_left_out_and_the_others_go_on()
 def test_the_sum_does_not_depend_on_the_entropy():
     vectors = draw(4)
     terms = ss.plan(4, 5)
-    system, seeded = (rehearse(vectors, terms, entropy=entropy) for entropy in (ss.SYSTEM, ss.seeded(1)))
-    assert system.total.tolist() == seeded.total.tolist()
+    with system_entropy_from(1):
+        seeded = rehearse(vectors, terms)
+    assert rehearse(vectors, terms).total.tolist() == seeded.total.tolist()
 
 
 def test_masked_inputs_look_like_noise_and_only_their_sum_cancels():
@@ -190,7 +191,8 @@ def test_a_client_forgets_its_secrets_once_its_input_is_masked():
 
 @given(st.integers(1, 60), st.integers(2, 20), st.integers(0, 9))
 def test_circles_are_mutual_and_of_one_size(clients, size, seed):
-    drawn = ss.circles(range(clients), size, ss.seeded(seed))
+    with system_entropy_from(seed):
+        drawn = ss.circles(range(clients), size)
     expected = clients if clients <= size else 2 * ((size - 1) // 2) + 1
     assert {len(set(circle)) for circle in drawn.values()} == {expected}
     assert all(client in drawn[other] for client, circle in drawn.items() for other in circle)
@@ -198,7 +200,7 @@ def test_circles_are_mutual_and_of_one_size(clients, size, seed):
 
 
 def test_a_ring_is_one_connected_whole():
-    drawn = ss.circles(range(50), 5, ss.seeded(0))
+    drawn = ss.circles(range(50), 5)
     reached = {0}
     while (wider := reached | {other for client in reached for other in drawn[client]}) != reached:
         reached = wider
@@ -355,7 +357,10 @@ def test_every_derived_key_is_bound_to_the_terms_and_to_whom_it_is_for():
     }
     assert len(derived) == 6
     # So one entropy in two rounds gives other masks, whatever else is the same.
-    hellos = [ss.advertise(each, 1, least=0, entropy=ss.seeded(4))[1] for each in (terms, others[0])]
+    hellos = []
+    for each in (terms, others[0]):
+        with system_entropy_from(4):
+            hellos.append(ss.advertise(each, 1, least=0)[1])
     first, second = (
         sum_messages.read_hello(m, each, 1, None) for m, each in zip(hellos, (terms, others[0]), strict=True)
     )
@@ -475,12 +480,16 @@ def test_terms_travel_as_bytes_and_bad_ones_are_refused():
         ({"threshold": 11}, "and not above `circle`"),
         ({"bits": 16}, "`bits` must be 32 or 64"),
         ({"length": 0}, "`length` must be from 1"),
-        ({"session": b"short"}, "`session` must have 16 bytes"),
     ],
 )
 def test_terms_that_make_no_sense_are_refused(change, sentence):
     with pytest.raises(ss.SecureSumError, match=sentence):
         ss.plan(**({"cohort": 10, "length": 7} | change))
+
+
+def test_a_session_has_16_bytes():
+    with pytest.raises(ss.SecureSumError, match="`session` must have 16 bytes"):
+        ss.plan(10, 7)._replace(session=b"short").check()
 
 
 # ---- what the server does with liars ----

@@ -102,7 +102,7 @@ def share_of_noise(
         variance = (noise_multiplier * steps) ** 2 / least
         headroom = math.ceil(TAIL * math.sqrt(clients * variance))
         if clients * trial.levels + headroom < 2 ** min(bits - 1, 53):
-            return ShareOfNoise(trial._replace(headroom=headroom), variance, noise_multiplier, steps, length, least)
+            return ShareOfNoise(trial, variance, noise_multiplier, steps, length, least)
         if step > clip:
             advice = "use more bits or less noise"
             raise ValueError(f"{bits} bits cannot hold the sum of {clients} clients with noise; {advice}")

@@ -28,14 +28,12 @@ class IntegerGrid(NamedTuple):
       clients: at most this many values are added up.
       step: what one integer is worth, a power of two.
       bits: 20, 24, 32 or 64: sums are modulo 2**bits.
-      headroom: integers that are left free on either side for noise in the sum.
     """
 
     limit: float
     clients: int
     step: float
     bits: int
-    headroom: int = 0
 
     @property
     def levels(self) -> int:

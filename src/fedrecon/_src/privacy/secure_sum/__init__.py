@@ -48,8 +48,6 @@ from fedrecon._src.privacy.secure_sum.server_steps import collect as collect
 from fedrecon._src.privacy.secure_sum.server_steps import deliver as deliver
 from fedrecon._src.privacy.secure_sum.server_steps import introduce as introduce
 from fedrecon._src.privacy.secure_sum.server_steps import total as total
-from fedrecon._src.privacy.secure_sum.terms import SYSTEM as SYSTEM
-from fedrecon._src.privacy.secure_sum.terms import Entropy as Entropy
 from fedrecon._src.privacy.secure_sum.terms import MessageError as MessageError
 from fedrecon._src.privacy.secure_sum.terms import Refusal as Refusal
 from fedrecon._src.privacy.secure_sum.terms import SecureSumError as SecureSumError
@@ -57,4 +55,3 @@ from fedrecon._src.privacy.secure_sum.terms import Terms as Terms
 from fedrecon._src.privacy.secure_sum.terms import TooFewClients as TooFewClients
 from fedrecon._src.privacy.secure_sum.terms import circles as circles
 from fedrecon._src.privacy.secure_sum.terms import plan as plan
-from fedrecon._src.privacy.secure_sum.terms import seeded as seeded

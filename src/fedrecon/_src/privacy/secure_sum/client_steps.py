@@ -7,6 +7,7 @@ out of order, is refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -19,8 +20,6 @@ from fedrecon._src.core.checks import check_rules
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.primitives import SECRET, add_mask, split
 from fedrecon._src.privacy.secure_sum.terms import (
-    SYSTEM,
-    Entropy,
     MessageError,
     Refusal,
     SecureSumError,
@@ -55,7 +54,7 @@ class ClientState:
 
 
 def advertise(
-    terms: Terms, me: int, *, least: int, entropy: Entropy = SYSTEM, signing_key: Ed25519PrivateKey | None = None
+    terms: Terms, me: int, *, least: int, signing_key: Ed25519PrivateKey | None = None
 ) -> tuple[ClientState, bytes]:
     """Draw keys for one sum and advertise them.
 
@@ -63,15 +62,14 @@ def advertise(
       terms: as the server says.
       me: this client's number in the cohort.
       least: the fewest clients whose sum this client wants to be part of; refused if the threshold is below.
-      entropy: where keys come from.
       signing_key: the client's own, if others know its verify key.
     """
     terms.check()
     check_rules({f"`me` must be from 0 to 2**64 - 1 (got {me})": 0 <= me < 2**64}, SecureSumError)
     if terms.threshold < least:
         raise Refusal(f"client {me} takes part in sums of {least} or more; the terms allow {terms.threshold}")
-    seed, root, cipher = entropy(SECRET), entropy(SECRET), entropy(32)
-    state = ClientState(terms, me, "share", seed, root, cipher)
+    seed = os.urandom(SECRET)
+    state = ClientState(terms, me, "share", seed, root=os.urandom(SECRET), cipher=os.urandom(32))
     commitment = primitives.derive(seed, terms.digest(), b"commitment", me)
     return state, sum_messages.write_hello(terms, me, *_public_keys(state), commitment, signing_key)
 
@@ -83,7 +81,7 @@ def _public_keys(state: ClientState) -> tuple[bytes, bytes]:
 
 
 def share(
-    state: ClientState, roster: bytes, *, verify_keys: sum_messages.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+    state: ClientState, roster: bytes, *, verify_keys: sum_messages.VerifyKeys | None = None
 ) -> tuple[ClientState, bytes]:
     """Give each member of the circle a share of both secrets, encrypted for it.
 
@@ -92,7 +90,6 @@ def share(
       roster: the server's answer.
       verify_keys: keys of the clients that exist, by number; a member that has not signed with its own is refused.
         Without them the server is trusted not to invent clients.
-      entropy: where nonces come from.
     """
     expect_step("share", state.stage, f"client {state.me}", Refusal)
     terms, me = state.terms, state.me
@@ -105,7 +102,7 @@ def share(
     for other in members:
         if other != me:
             key = primitives.agree(state.cipher, circle[other].cipher, digest, b"share", me, other)
-            nonce = entropy(sum_messages.NONCE)
+            nonce = os.urandom(sum_messages.NONCE)
             sealed[other] = nonce + AESGCM(key).encrypt(nonce, roots[other] + seeds[other], digest)
     public = {client: (hello.cipher, hello.mask) for client, hello in circle.items()}
     after = replace(state, stage="mask", circle=public, held={me: (roots[me], seeds[me])})

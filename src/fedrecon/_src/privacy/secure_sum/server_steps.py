@@ -19,8 +19,6 @@ from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.client_steps import pair_key
 from fedrecon._src.privacy.secure_sum.primitives import Combiner, add_mask
 from fedrecon._src.privacy.secure_sum.terms import (
-    SYSTEM,
-    Entropy,
     MessageError,
     SecureSumError,
     Terms,
@@ -74,7 +72,7 @@ class SumState:
 
 
 def introduce(
-    terms: Terms, hellos: Incoming, *, verify_keys: sum_messages.VerifyKeys | None = None, entropy: Entropy = SYSTEM
+    terms: Terms, hellos: Incoming, *, verify_keys: sum_messages.VerifyKeys | None = None
 ) -> tuple[SumState, Outgoing]:
     """Draw circles among those who advertised, and tell each client its own.
 
@@ -82,7 +80,6 @@ def introduce(
       terms: as clients were told.
       hellos: of `advertise`.
       verify_keys: keys of the devices that exist; whoever has not signed with its own is left out.
-      entropy: where the order of the ring comes from.
     """
     terms.check()
     refused: dict[int, str] = {}
@@ -90,7 +87,7 @@ def introduce(
     by_client = dict(_readable(hellos, read, None, refused))
     if len(by_client) < terms.threshold:
         raise TooFewClients("advertise", len(by_client), terms.threshold)
-    drawn = circles(by_client, terms.circle, entropy)
+    drawn = circles(by_client, terms.circle)
     rosters = {
         client: sum_messages.write_roster(terms, client, [by_client[member].message for member in circle])
         for client, circle in drawn.items()

@@ -166,7 +166,7 @@ def read_entries(
     """
     records = _Reader(message, kind, terms, client).records(_CLIENT.size + ENTRY[kind])
     pairs = ((*_CLIENT.unpack(record[: _CLIENT.size]), record[_CLIENT.size :]) for record in records)
-    entries = _by_client(kind, pairs)
+    entries: dict[int, bytes] = _by_client(kind, pairs)
     if expected is not None and set(entries) != set(expected):
         raise MessageError(f"a {kind} message of client {client} must name exactly {sorted(expected)}")
     return entries

@@ -1,11 +1,11 @@
-"""What clients and server agree on before a secure sum: terms and circles; where randomness comes from; errors."""
+"""What clients and server agree on before a secure sum: terms and circles; errors."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -41,19 +41,6 @@ class TooFewClients(SecureSumError):
             f"{present} clients{where} are left after '{stage}', and the threshold is {needed}: there is no sum, and "
             "nobody's data is known; try again with other clients, or a larger cohort"
         )
-
-
-Entropy = Callable[[int], bytes]  # from a number of bytes to random bytes
-SYSTEM: Entropy = os.urandom
-
-
-def seeded(seed: int) -> Entropy:
-    """Draw bytes from a seed: for tests and simulations only, without any protection.
-
-    Args:
-      seed: any whole number from 0.
-    """
-    return np.random.default_rng(seed).bytes
 
 
 MAGIC, VERSION = b"FRSS", 1
@@ -123,15 +110,7 @@ def expect_step(
 
 
 def plan(
-    cohort: int,
-    length: int,
-    *,
-    bits: int = 32,
-    round: int = 0,
-    circle: int = 41,
-    threshold: int | None = None,
-    session: bytes | None = None,
-    entropy: Entropy = SYSTEM,
+    cohort: int, length: int, *, bits: int = 32, round: int = 0, circle: int = 41, threshold: int | None = None
 ) -> Terms:
     """Choose terms for a cohort.
 
@@ -145,15 +124,13 @@ def plan(
       round: which round.
       circle: how many clients exchange keys with each other; fewer if the cohort is smaller.
       threshold: how many of a circle must stay; three fifths, rounded up, by default.
-      session: 16 bytes; drawn by default.
-      entropy: where they are drawn from.
     """
     size = min(circle, cohort)
     needed = -(-3 * size // 5) if threshold is None else threshold
-    return Terms(session or entropy(16), round, length, bits, size, needed).check()
+    return Terms(os.urandom(16), round, length, bits, size, needed).check()
 
 
-def circles(clients: Iterable[int], size: int, entropy: Entropy = SYSTEM) -> dict[int, tuple[int, ...]]:
+def circles(clients: Iterable[int], size: int) -> dict[int, tuple[int, ...]]:
     """Give each client a circle: itself and those it exchanges keys with, in order of their numbers.
 
     Up to `size` clients are one circle. More are put on a ring in random order, and a client's circle is those up to
@@ -162,12 +139,11 @@ def circles(clients: Iterable[int], size: int, entropy: Entropy = SYSTEM) -> dic
     Args:
       clients: their numbers.
       size: of a circle.
-      entropy: where the order on the ring comes from.
     """
     members = sorted(clients)
     if len(members) <= size:
         return dict.fromkeys(members, tuple(members))
-    tags = {client: entropy(16) for client in members}
+    tags = {client: os.urandom(16) for client in members}
     ring = sorted(members, key=tags.__getitem__)
     reach = (size - 1) // 2
     return {
