@@ -641,7 +641,7 @@ def test_the_demo_compares_and_recommends(tmp_path, capsys):
         (["train", "bad.csv", "--out", "run"], 1, "bad.csv line 3: rating 'x' must be a finite number"),
         (["train", "bad.csv", "--out", "run", "--data.user", "who"], 1, "--data.user"),
         (["train", "bad.csv", "--out", "bad.csv"], 1, "bad.csv is a file; give a new or empty folder"),
-        (["train", "ok.csv", "--out", "run", "--jax-devices", "0"], 1, "jax_devices"),
+        (["train", "ok.csv", "--out", "run", "--jax-devices", "0"], 2, "--jax-devices: "),
         (["train", "ok.csv", "--out", "run", "--jax-devices", "60"], 1, "jax_devices"),
         (["train", "ok.csv", "--out", "run", "--jax-devices", "9999"], 1, "jax_devices"),
         (["train", "ok.csv", "--out", "run", "--rounds", "-1"], 2, "--rounds"),
