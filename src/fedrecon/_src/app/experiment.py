@@ -29,10 +29,10 @@ from fedrecon._src.recommend.config import (
     differences,
     to_json,
 )
-from fedrecon._src.recommend.default_training import train_model
+from fedrecon._src.recommend.default_training import prepare_training, train_model
 from fedrecon._src.recommend.evaluation_table import measure_model, summarize
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
-from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.recipe import build_layout, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.settings import AS_TRAINED, COLUMNS, Data, OtherReading, Reading
 from fedrecon._src.recommend.stopping import rounds_of, updates_of, warn_of_divergence, why_failed
@@ -263,9 +263,7 @@ def run_experiment(
         if earlier:
             before, advice = earlier["data"]["fingerprint"], "; restore the data, or train again with --overwrite"
             check_fingerprint(folder.path, config.data.source, before, fingerprint, StorageError, advice)
-        users = task.divide(config, data, progress)
-        check_some_can_learn(config, task, users)
-        prepared = task.prepare(config, data, users, task.legend(config, data))
+        prepared = prepare_training(config, data, progress)
         users = prepared.users
         protection = protect(prepared, earlier)
         algorithm = build_algorithm(protection.config, prepared.model, protection.examples, protection.aggregator)

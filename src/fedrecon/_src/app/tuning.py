@@ -33,12 +33,12 @@ from fedrecon._src.recommend.config import (
     is_default,
     to_json,
 )
-from fedrecon._src.recommend.default_training import train_algorithm
+from fedrecon._src.recommend.default_training import prepare_training, train_algorithm
 from fedrecon._src.recommend.protection import protect
-from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
+from fedrecon._src.recommend.recipe import build_layout, make_evaluator
 from fedrecon._src.recommend.stopping import rounds_of
-from fedrecon._src.recommend.task import Measure, Ready, Table, metric_cells
-from fedrecon._src.recommend.tasks import Users, build_algorithm, task_of
+from fedrecon._src.recommend.task import Measure, Table, metric_cells
+from fedrecon._src.recommend.tasks import build_algorithm, task_of
 from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.training import RecordCallback
 from fedrecon._src.storage.atomic import StorageError, without_nan, write_bytes, write_json
@@ -184,14 +184,12 @@ def tune(
     enforce(rules, config)
     task = task_of(config)
     ratings = task.load(config, silent)
-    bench = _Bench(config, ratings, task.divide(config, ratings, silent), time.monotonic() + length)
-    enforce([Rule(not len(bench.users.valid), "data.fractions", "must set aside validation users to tune on")], config)
-    check_some_can_learn(config, task, bench.users)
+    bench, ready = _Bench(config, ratings, time.monotonic() + length), prepare_training(config, ratings)
+    enforce([Rule(not len(ready.users.valid), "data.fractions", "must set aside validation users to tune on")], config)
     # A folder that cannot be written to is noticed before anything is tried.
     with contextlib.nullcontext() if folder is None else lock_tuning(Path(folder)):
         if folder is not None and (Path(folder) / TRIALS).exists():
             raise StorageError(f"{folder} already contains tuning results; choose another folder")
-        ready = bench.prepare(config)
         for remark in (*ready.remarks, *([PRIVATE_TRIALS] if config.privacy.on else [])):
             say(remark)
         first = {path: get_setting(ready.config, path) for path in SPACES[config.task]}  # some are found in the data
@@ -249,13 +247,7 @@ class _Bench:
 
     config: Config
     ratings: Ratings
-    users: Users
     deadline: float
-
-    def prepare(self, config: Config) -> Ready:
-        """Return what training needs with some settings."""
-        task = task_of(config)
-        return task.prepare(config, self.ratings, self.users, task.legend(config, self.ratings))
 
     def measure(self, values: Mapping[str, Any], trial: Any, pruned: type[Exception]) -> float:
         """Train as `fedrecon train` does with some settings and return the error of what it would keep, or give up.
@@ -264,7 +256,7 @@ class _Bench:
         """
         config = change_settings(self.config, values)
         config = dataclasses.replace(config, evaluate_every=max(1, config.rounds // CHECKS))
-        ready = self.prepare(config)
+        ready = prepare_training(config, self.ratings)
         protection = protect(ready)
         ready = ready._replace(config=protection.config)
         algorithm = build_algorithm(ready.config, ready.model, protection.examples, protection.aggregator)

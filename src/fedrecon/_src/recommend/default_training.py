@@ -17,18 +17,30 @@ from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data import Corpus, Ratings, load, load_ratings, load_text
-from fedrecon._src.recommend.config import change_settings, check_config, preset_of
+from fedrecon._src.recommend.config import Config, change_settings, check_config, preset_of
 from fedrecon._src.recommend.recipe import build_layout, check_some_can_learn, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.serving import Completer, Recommender
 from fedrecon._src.recommend.stopping import early_stopping_of, evaluate_by_divisions, rounds_of, why_failed
 from fedrecon._src.recommend.task import Ready, Users
-from fedrecon._src.recommend.tasks import TASKS, build_algorithm, task_of
+from fedrecon._src.recommend.tasks import build_algorithm, task_of
 from fedrecon._src.simulation.evaluation import Evaluator
 from fedrecon._src.simulation.training import Callback, ProgressBar, Run, Validation
 from fedrecon._src.simulation.training import train as run_rounds
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_training(config: Config, data: Any, progress: Progress = silent) -> Ready:
+    """Divide the clients of loaded data and return all that training needs, by sums over those who train.
+
+    Raises:
+      DataError: nothing can be learned from them.
+    """
+    task = task_of(config)
+    users = task.divide(config, data, progress)
+    check_some_can_learn(config, task, users)
+    return task.prepare(config, data, users, task.legend(config, data))
 
 
 def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | None, **options: Any) -> Run:
@@ -101,10 +113,7 @@ def _train(
     paths = {"fractions": "data.fractions", "rounds": "rounds", "seed": "seed"}
     changes = {"data.source": "the data", **{paths[name]: value for name, value in options.items() if name in paths}}
     changes |= {path: value for path, value in model.items() if value is not None}
-    config, task = check_config(change_settings(preset_of(task_name), changes)), TASKS[task_name]
-    users = task.divide(config, data, progress)
-    check_some_can_learn(config, task, users)
-    ready: Ready = task.prepare(config, data, users, task.legend(config, data))
+    ready = prepare_training(check_config(change_settings(preset_of(task_name), changes)), data, progress)
     for remark in ready.remarks:
         logger.info(remark)
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)

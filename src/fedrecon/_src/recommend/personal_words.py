@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -176,12 +177,12 @@ class PersonalWords:
         first_own = self.vocabulary.first_oov
         words_by_id = [*enumerate(self.vocabulary.words, 1), *enumerate(self.own, first_own)]
         # Of equally probable words, the first in the alphabet comes first, as on devices.
-        ordered = sorted((-shares[k], word, k >= first_own) for k, word in words_by_id if word.startswith(prefix))
-        suggestions = [Suggestion(word, -share, personal) for share, word, personal in ordered]
-        likeliest = next((s for s in suggestions if s.personal), None)
-        if n >= RESERVED_FROM and likeliest in suggestions[n:] and likeliest.probability >= LEAST_OWN:
-            return [*suggestions[: n - 1], likeliest]
-        return suggestions[:n]
+        candidates = [(-shares[k], word, k >= first_own) for k, word in words_by_id if word.startswith(prefix)]
+        best = heapq.nsmallest(n, candidates)
+        likeliest = min((candidate for candidate in candidates if candidate[2]), default=(0.0, "", True))
+        if n >= RESERVED_FROM and likeliest not in best and -likeliest[0] >= LEAST_OWN:
+            best[-1] = likeliest
+        return [Suggestion(word, -share, personal) for share, word, personal in best]
 
 
 def expected_counts(probabilities: np.ndarray, first_oov: int) -> np.ndarray:
