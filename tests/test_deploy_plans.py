@@ -242,7 +242,10 @@ def signing_keys():
 
 
 def lines_of(keys):
-    return tuple(f"{admission._public_line(key)} n{k}" for k, key in enumerate(keys))
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    lines = [key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() for key in keys]
+    return tuple(f"{line} n{k}" for k, line in enumerate(lines))
 
 
 def signing_node(plan, file, key, known=None):
@@ -296,9 +299,11 @@ def test_a_server_cannot_invent_a_node(files, signing_keys, tmp_path):
 
 
 def test_a_node_without_a_key_is_in_no_list(signing_keys):
-    plan = plan_of(SIGNED, secure=True, least_nodes=2, nodes=(*lines_of(signing_keys[:3]), ""))
-    with pytest.raises(ValueError, match="not among them"):
-        admission.number_in_plan(plan, None, None)
+    lines = lines_of(signing_keys[:3])
+    for nodes, sentence in ((lines, "not among them"), ((*lines, ""), "'' is not a public Ed25519 key")):
+        plan = plan_of(SIGNED, secure=True, least_nodes=2, nodes=nodes)
+        with pytest.raises(ValueError, match=sentence):
+            admission.number_in_plan(plan, None, None)
 
 
 def test_a_node_accepts_no_list_with_strangers_and_none_without_itself(files, signing_keys):

@@ -218,8 +218,7 @@ def read_registry(folder: Path) -> dict[bytes, str]:
     Raises:
       ValueError: there are none, or one cannot be read.
     """
-    lines = read_public_keys(folder)
-    return {_load_public(_without_comment(line)).public_bytes_raw(): line.split()[2] for line in lines}
+    return {_load_public(line).public_bytes_raw(): line.split()[2] for line in read_public_keys(folder)}
 
 
 def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int | None:
@@ -233,32 +232,24 @@ def number_in_plan(plan: Plan, key: Any, trusted: Collection[str] | None) -> int
     Raises:
       ValueError: the node is not in the list, or its owner does not know a node that is.
     """
-    listed = [_without_comment(line) for line in plan.nodes]
     if not plan.promises.signed:
         open_list = plan.secure and trusted is not None
         check_rules({"this node's owner listed nodes, but in this plan keys are not signed": not open_list})
         return None
-    strangers = set() if trusted is None else set(listed) - set(map(_without_comment, trusted))
-    check_rules({f"the plan lists {len(strangers)} nodes that this node's owner does not know": not strangers})
-    public = "" if key is None else _public_line(key)
-    check_rules({"the plan lists the keys of its nodes, and this node's is not among them": key and public in listed})
+    listed, known = ([_load_public(line) for line in lines] for lines in (plan.nodes, trusted or ()))
+    strangers = [] if trusted is None else [public for public in listed if public not in known]
+    public = None if key is None else key.public_key()
+    rules = {
+        f"the plan lists {len(strangers)} nodes that this node's owner does not know": not strangers,
+        "the plan lists the keys of its nodes, and this node's is not among them": public in listed,
+    }
+    check_rules(rules)
     return listed.index(public)
 
 
 def verify_keys(plan: Plan) -> Mapping[int, Any] | None:
     """Return the keys of a plan's nodes by number; None if keys are not signed."""
-    lines = map(_without_comment, plan.nodes)
-    return {k: _load_public(line) for k, line in enumerate(lines)} if plan.promises.signed else None
-
-
-def _without_comment(line: str) -> str:
-    return " ".join(line.split()[:2])
-
-
-def _public_line(key: Any) -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
-    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    return dict(enumerate(map(_load_public, plan.nodes))) if plan.promises.signed else None
 
 
 @functools.lru_cache(maxsize=4096)
