@@ -335,7 +335,7 @@ def test_integers_add_up_to_the_sum_within_the_stated_error(values, nodes):
     total = sum(to_integers(SECURE, tree) for _ in range(nodes))
     found = from_integers(SECURE, total, tree)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
-        assert np.all(np.abs(a - nodes * b) <= nodes * ring_grids(SECURE)[0][1].error + 1e-9)
+        assert np.all(np.abs(a - nodes * b) <= nodes * ring_grids(SECURE)[0][1].step / 2 + 1e-9)
 
 
 @given(st.lists(st.floats(-1e17, 1e17), min_size=1, max_size=4), st.integers(1, 5))

@@ -29,14 +29,14 @@ def test_sums_are_off_by_half_a_step_a_client_at_most(limit, clients, bits, seed
     grid = ring.grid(limit, clients, bits=bits)
     found = ring.restore(grid, ring.quantise(grid, values).sum(0, dtype=ring.WIDTHS[bits][1]))
     rounding = 1e-15 * clients * limit  # of the exact sum in double precision
-    assert np.abs(found - values.sum(0)).max() <= clients * grid.error + rounding
+    assert np.abs(found - values.sum(0)).max() <= clients * grid.step / 2 + rounding
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_all_at_the_limit_is_no_overflow(sign):
     grid = ring.grid(3.7, 1000)
     total = ring.quantise(grid, np.full((1000, 1), sign * 3.7)).sum(0, dtype=np.uint32)
-    assert ring.restore(grid, total) == pytest.approx(sign * 3700, abs=1000 * grid.error)
+    assert ring.restore(grid, total) == pytest.approx(sign * 3700, abs=1000 * grid.step / 2)
 
 
 def test_what_is_beyond_the_limit_counts_as_the_limit():
@@ -77,7 +77,7 @@ def test_a_weighted_mean_stays_within_its_bound_and_whole_weights_are_exact(weig
     weight = ring.restore(grid, ring.quantise(grid, np.array(weights)).sum(dtype=np.uint32))
     assert weight == sum(weights)
     exact = np.average(vectors, axis=0, weights=weights)
-    assert np.abs(sums / weight - exact).max() <= len(weights) * grid.error / weight * (1 + 1e-9)
+    assert np.abs(sums / weight - exact).max() <= len(weights) * grid.step / 2 / weight * (1 + 1e-9)
 
 
 def test_negative_sums_come_back_from_the_ring_in_jax_as_in_numpy():
@@ -86,7 +86,7 @@ def test_negative_sums_come_back_from_the_ring_in_jax_as_in_numpy():
     total = (ring.quantise(grid, values) * np.uint32(15)).astype(np.uint32)
     compiled = jax.jit(lambda x: ring.restore(grid, x, jnp))(total)
     assert np.asarray(compiled).tolist() == ring.restore(grid, total).astype(np.float32).tolist()
-    assert np.asarray(compiled) == pytest.approx(15 * values, abs=15 * grid.error, rel=1e-6)
+    assert np.asarray(compiled) == pytest.approx(15 * values, abs=15 * grid.step / 2, rel=1e-6)
 
 
 def test_rounding_lengthens_a_vector_by_no_more_than_the_norm_says():

@@ -231,7 +231,7 @@ def test_the_mean_of_a_secure_sum_is_within_its_stated_error(seed, clients, clip
     clipped = deltas * np.minimum(1, clip / np.maximum(norms, 1e-30))
     expected = np.average(clipped, axis=0, weights=weights)
     grid = ring.grid(clip * most, clients)
-    bound = clients * grid.error / weights.sum() + 1e-5 * clip  # rounding to integers, and single precision
+    bound = clients * grid.step / 2 / weights.sum() + 1e-5 * clip  # rounding to integers, and single precision
     assert np.abs(np.asarray(secure.parts["delta"]["w"]) - expected).max() <= bound
 
 

@@ -2,7 +2,7 @@
 
 A value is a whole number of steps. The step is a power of two: dividing by it is exact, so numpy in double precision
 and JAX in single precision give the same integers, and weights that are whole numbers are not rounded at all. The only
-loss is the rounding of a value to a step: at most half a step for each client and entry (`IntegerGrid.error`).
+loss is the rounding of a value to a step: at most half a step for each client and entry.
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ class IntegerGrid(NamedTuple):
     def levels(self) -> int:
         """The largest integer that a client sends."""
         return _levels(self.limit, self.step)
-
-    @property
-    def error(self) -> float:
-        """How far rounding may move a client's value; a mean is off by at most this, a sum of n by n times this."""
-        return self.step / 2
 
     def norm(self, clip: float, length: int) -> float:
         """Return the largest Euclidean norm, in steps, that `length` entries of norm `clip` have once rounded."""
