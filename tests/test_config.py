@@ -118,7 +118,7 @@ def test_a_config_file_may_be_plain_or_the_description_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{", "is not valid JSON"), ("[1]", "must hold an object"), (None, "is missing")]
+    ("content", "message"), [("{", "is not valid JSON"), ("[1]", "must be an object"), (None, "is missing")]
 )
 def test_a_config_file_that_is_none_is_named(tmp_path, content, message):
     file = tmp_path / "config.json"

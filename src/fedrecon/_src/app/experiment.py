@@ -234,7 +234,7 @@ def run_experiment(
     Args:
       config: the settings.
       folder: where everything goes.
-      resume: continue from the folder's newest checkpoint; begin anew if it has none.
+      resume: continue from the folder's newest checkpoint; begin anew if it has none. Not together with `overwrite`.
       overwrite: replace the run that the folder holds.
       made_by: the command, for `run.json`.
       progress: a progress display.
@@ -245,8 +245,6 @@ def run_experiment(
       StorageError: the folder holds another run, and neither option is given; another process writes to it; or it
         holds something else.
     """
-    if resume and overwrite:
-        raise ValueError("`resume` and `overwrite` cannot be combined")
     check_config(config)
     folder = share_folder(folder)
     folder.checkpoint_every = config.checkpoint_every

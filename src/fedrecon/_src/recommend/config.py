@@ -320,13 +320,17 @@ def config_from_json(values: Any, source: str, task: str | None = None, base: Co
     Raises:
       ConfigError: a setting is unknown, of the wrong type, or breaks a rule.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError("", values, "must be an object of settings", source)
+    _check_object(values, source)
     name = values.get("task", task or "ratings")
     check_choice("task", name, CONFIGS, source=source)
     kind = CONFIGS[name]
     base = base if type(base) is kind else kind(**{})
     return _validate(kind, json.dumps(_merged(to_json(base), values)), source)
+
+
+def _check_object(values: Any, source: str) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError("", values, "must be an object of settings", source)
 
 
 def _validate(kind: type[T], values: Any, source: str = "") -> T:
@@ -414,8 +418,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError("", None, str(problem)) from None
     if isinstance(values, dict) and "config" in values:
         values = values["config"]
-    if not isinstance(values, dict):
-        raise ConfigError("", values, "must hold an object of settings", str(path))
+    _check_object(values, str(path))
     return values
 
 

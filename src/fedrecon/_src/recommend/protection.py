@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fedrecon._src import server as aggregators
+from fedrecon._src.core.checks import check_number
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
@@ -155,11 +156,9 @@ def drawn_privately(config: Config) -> Config:
 
 def _per_round(config: Config, clients: int) -> int:
     """Return how many take part in a round; if clients take turns, no more than each group has."""
-    sampling = config.sampling
-    most = clients // (sampling.apart or 1)
-    if most < 1:
-        raise ValueError(f"`correlated` must be at most {clients}, the number of clients (got {sampling.apart})")
-    return min(sampling.cohort_size(clients), most)
+    apart = config.sampling.apart
+    check_number("correlated", apart, least=1, most=clients)
+    return min(config.sampling.cohort_size(clients), clients // (apart or 1))
 
 
 def is_recipe(config: Config) -> bool:
