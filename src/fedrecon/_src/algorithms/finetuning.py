@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from jax import Array
@@ -53,21 +54,16 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
     paths = [path for path in select_paths(which, "which", shapes) if path not in averaged_paths(model)]
     check_selection("which", which, paths, shapes)
 
-    def with_finetuned(params: Params, finetuned: dict[str, Any]) -> Params:
+    def predict(params: Params, finetuned: dict[str, Any], local: Params, batch: Batch) -> Any:
         leaves, structure = flatten(params)
-        return unflatten(structure, {**leaves, **finetuned})
+        return model.predict(unflatten(structure, {**leaves, **finetuned}), local, batch)
 
     def init_local(key: Array) -> Params:
         leaves = flatten(model.init_global(key))[0]
         return {"local": model.init_local(key), "finetuned": {path: leaves[path] for path in paths}}
 
-    def predict(params: Params, local: Params, batch: Batch) -> Any:
-        return model.predict(with_finetuned(params, local["finetuned"]), local["local"], batch)
-
     def objective(params: Params) -> Objective:
-        return Objective(
-            model, lambda finetuned, local, batch: model.predict(with_finetuned(params, finetuned), local, batch)
-        )
+        return Objective(model, functools.partial(predict, params))
 
     def reconstruct(params: Params, client_state: Any, support: Examples, keys: Array) -> Params:
         local = algorithm.method.reconstruct(params, client_state, support, keys)
@@ -92,7 +88,7 @@ def with_finetuning(algorithm: Algorithm, finetune: Solver, *, which: Which = "*
     own_features = {feature for path in paths for feature in lookup_groups(model).get(path, ())}
     serving_model = model._replace(
         init_local=init_local,
-        predict=predict,
+        predict=lambda params, local, batch: predict(params, local["finetuned"], local["local"], batch),
         default_local=None,
         evidence=None,
         predict_train=None,

@@ -70,10 +70,8 @@ def pfedrec(
             steps=lambda support, query: personal.steps(query) + update.steps(query),
         )
 
-    serving = model._replace(
+    serving = kit.personal_model(model)._replace(
         init_local=lambda key: {"score": model.init_local(key), "items": model.init_global(key)},
         predict=lambda _, local, batch: model.predict(local["items"], local["score"], batch),
-        predict_train=None,
-        lookups={},
     )
     return kit.Algorithm(serving, define, aggregate or kit.mean())

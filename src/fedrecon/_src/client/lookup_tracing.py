@@ -293,11 +293,10 @@ def find_reads(model: Model, batch: Batch) -> dict[str, Reads]:
     if model.evidence is not None:
         calls.append((_with_local(model.evidence), (mask,)))
     for function, more in calls:
-        closed, _ = _trace(function, structure, leaves, local, batch, more)
 
-        def run(leaves: Any, *rest: Any, closed: Any = closed) -> list[Any]:
+        def run(leaves: Any, *rest: Any, function: Callable = function) -> Any:
             marked = {path: Value(leaf, TableTag(path)) for path, leaf in leaves.items()}
-            return _run(closed, watched, marked, {}, *rest)
+            return _run(function, structure, leaves, marked, watched, {}, *rest)
 
         jax.eval_shape(run, leaves, local, dict(batch), more)
     why = {path: "no row of it is looked up" for path in leaves if path not in watched.features}
@@ -340,12 +339,11 @@ def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
             leaves, structure = flatten(params)
             before = original_batch(batch)
             whole = {**leaves, **{path: shapes[path] for path in narrow}}
-            closed, out = _trace(function, structure, whole, local, before, more)
             marked = {path: Value(leaf) for path, leaf in leaves.items()}
             marked |= {path: Value(None, TableTag(path)) for path in narrow}
             slots = {name: batch[name] for name in before if ORIGINAL + name in batch}
             tables = _AvailableRows({path: leaves[path] for path in narrow})
-            return jax.tree.unflatten(out, _run(closed, tables, marked, slots, local, before, more))
+            return _run(function, structure, whole, marked, tables, slots, local, before, more)
 
         return run
 
@@ -365,22 +363,6 @@ def by_rows(model: Model, lookups: Mapping[str, tuple[str, ...]]) -> Model:
 def _with_local(evidence: Any) -> Callable:
     """Return a model's evidence as a function that also takes local parameters, like the model's other functions."""
     return lambda params, local, *rest: evidence(params, *rest)
-
-
-def _trace(
-    function: Callable, structure: Any, leaves: Mapping[str, Any], local: Any, batch: Batch, more: tuple
-) -> tuple[Any, Any]:
-    """Trace a function of a model; return the closed jaxpr and the structure of its outputs."""
-
-    def call(leaves: Any, local: Any, batch: Any, more: Any) -> Any:
-        return function(unflatten(structure, leaves), local, batch, *more)
-
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-
-    arguments = jax.tree.map(shape_of, (dict(leaves), local, dict(batch), more))
-    closed, out = jax.make_jaxpr(call, return_shape=True)(*arguments)
-    return closed, jax.tree.structure(out)
 
 
 class _AvailableRows(GatherHandler):
@@ -406,16 +388,34 @@ class _AvailableRows(GatherHandler):
 
 
 def _run(
-    closed: Any, tables: GatherHandler, leaves: Mapping[str, Value], slots: Mapping[str, Any], *rest: Any
-) -> list[Any]:
-    """Evaluate a traced function of leaves, which are marked, local parameters, a batch and more; mark its ids."""
+    function: Callable, structure: Any, whole: Any, marked: Any, tables: GatherHandler, slots: Any, *rest: Any
+) -> Any:
+    """Trace a function of a model with whole tables, and evaluate it with marked parameters and ids.
+
+    Args:
+      function: of global parameters, local parameters, a batch, and more.
+      structure: of the global parameters.
+      whole: their leaves, or the shapes of these, by path.
+      marked: the `Value` of each.
+      tables: handles gathers.
+      slots: positions of the rows of a feature's ids, by feature.
+      *rest: local parameters, a batch, and a tuple of what else the function takes.
+    """
+
+    def call(leaves: Any, local: Any, batch: Any, more: Any) -> Any:
+        return function(unflatten(structure, leaves), local, batch, *more)
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+    closed, out = jax.make_jaxpr(call, return_shape=True)(*jax.tree.map(shape_of, (whole, *rest)))
     local, batch, more = jax.tree.map(Value, rest)
     for name, column in batch.items():
         if jnp.issubdtype(column.array.dtype, jnp.integer):
             batch[name] = column._replace(tag=IdsTag(name, slots.get(name)))
-    arguments = jax.tree.leaves((leaves, local, batch, more), is_leaf=lambda x: isinstance(x, Value))
+    arguments = jax.tree.leaves((marked, local, batch, more), is_leaf=lambda x: isinstance(x, Value))
     outputs = evaluate(closed.jaxpr, closed.consts, arguments, tables)
     for value in outputs:
         if isinstance(value.tag, TableTag):
             tables.spoil(value.tag, "it is returned unchanged")
-    return [value.array for value in outputs]
+    return jax.tree.unflatten(jax.tree.structure(out), [value.array for value in outputs])

@@ -274,22 +274,20 @@ class Packer:
         self, sides: Sequence[tuple[Examples, np.ndarray, dict]], table_rows: int, features: Sequence[str]
     ) -> tuple[np.ndarray, np.ndarray]:
         """List the rows that each client touches, in order of first use; add the slots of each side's ids."""
-        columns = [_by_example(self._columns[feature]) for feature in features]
-        ids = np.concatenate([np.concatenate([column[source] for column in columns], 1) for _, source, _ in sides])
+        columns, source = [_by_example(self._columns[f]) for f in features], np.concatenate([side[1] for side in sides])
+        ids = np.concatenate([column[source] for column in columns], 1)
         owner = np.concatenate([np.repeat(np.arange(len(side.count)), side.count) for side, _, _ in sides])
         order = np.argsort(owner, kind="stable")  # all of a client's examples, those of the first side before others
-        counts, width = np.bincount(owner, minlength=len(sides[0][0].count)), ids.shape[1]
-        lengths = [side.columns[features[0]].shape[1] for side, _, _ in sides]
-        capacity = row_capacity(width * sum(lengths), table_rows)
-        rows, num_rows, numbers = self._number(ids[order].ravel(), width * counts, table_rows, capacity)
+        counts = ids.shape[1] * np.bincount(owner, minlength=len(sides[0][0].count))
+        room = ids.shape[1] * sum(side.columns[features[0]].shape[1] for side, _, _ in sides)
+        rows, num_rows, numbers = self._number(ids[order].ravel(), counts, table_rows, row_capacity(room, table_rows))
         slots_of = np.empty(ids.shape, np.int32)
         slots_of[order] = numbers.reshape(ids.shape)
-        by_side = np.split(slots_of, np.cumsum([len(source) for _, source, _ in sides])[:-1])
         ends = np.cumsum([column.shape[1] for column in columns])[:-1]
-        for (side, _, slots), length, of_side in zip(sides, lengths, by_side, strict=True):
+        for (side, _, slots), of_side in zip(sides, np.split(slots_of, [len(sides[0][1])]), strict=False):
             for feature, values in zip(features, np.split(of_side, ends, axis=1), strict=True):
                 shaped = values.reshape(len(values), *self._columns[feature].shape[1:])
-                slots[feature] = _spread(shaped, side.count, length)
+                slots[feature] = _spread(shaped, side.count, side.columns[feature].shape[1])
         return rows, num_rows
 
     def _number(

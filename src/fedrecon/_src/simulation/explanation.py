@@ -113,8 +113,7 @@ def explain(model: Model | Algorithm, examples: Clients | Batch | None = None) -
       >>> report.sends
       3200
     """
-    algorithm = model if isinstance(model, Algorithm) else None
-    model = model.model if isinstance(model, Algorithm) else model
+    algorithm, model = (model, model.model) if isinstance(model, Algorithm) else (None, model)
     reads = _reads(model, examples)
     lookups = {path: read.features for path, read in reads.items() if read.features}
     if algorithm is not None and not algorithm.define(model._replace(lookups=lookups)).needs.groups:

@@ -313,7 +313,8 @@ def train(
     if validation is not None and isinstance(validation.data, Clients):
         evaluator = Evaluator(algorithm, validation.data, seed=seed, layout=loop.layout)
         validation = dataclasses.replace(validation, data=evaluator)
-    monitored = [*callbacks, RecordCallback(DivergenceMonitor())]
+    recorders = [RecordCallback(folder.record)] if folder else []
+    monitored = [*recorders, *callbacks, RecordCallback(DivergenceMonitor())]
     training = _Training(loop, affordable, validation, spent, folder, monitored)
     done = training.restore()
     with contextlib.ExitStack() as stack:
@@ -401,8 +402,6 @@ class _Training:
 
     def _record(self, entry: Record) -> None:
         self.history.append(entry)
-        if self.folder:
-            self.folder.record(entry)
         for callback in self.callbacks:
             (callback.after_round if entry["kind"] == "round" else callback.after_evaluation)(entry)
 
