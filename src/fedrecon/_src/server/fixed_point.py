@@ -13,7 +13,6 @@ Skellam noise has, since this is a simulation and protects nobody; a deployment 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -123,8 +122,12 @@ def secure(
     ring = RingSum(protocol, bits)
     if noise is not None:
         noise = ClientNoise(*noise)  # a saved algorithm has it as a plain tuple
-        settings: Any = {"clients": clients, "least": noise.least, "bits": bits, "resolution": RESOLUTION}
-        share = functools.partial(share_of_noise, clip_norm, noise_multiplier=noise.multiplier, **settings)
+        settings = {"clients": clients, "least": noise.least, "bits": bits, "resolution": RESOLUTION}
+        noise_multiplier = noise.multiplier
+
+        def share(length: int) -> ShareOfNoise:
+            return share_of_noise(clip_norm, length, noise_multiplier, **settings)
+
         share(1)  # bad settings are reported here, not in the first round
         stages = [] if noise.scales is None else [rescale(noise.scales)]
         weights_of, limit = weigher(weigh or "uniform"), clip_norm * (1 - MARGIN)
