@@ -23,16 +23,8 @@ from fedrecon._src.storage.ownership import check_replaceable
 
 FORMAT = Format("fedrecon-algorithm", 1)
 DESCRIPTION, ARRAYS = "algorithm.json", "params.safetensors"
-_FACTORY_MODULES = (
-    "fedrecon.aggregators",
-    "fedrecon.models",
-    "fedrecon.optimizers",
-    "fedrecon.split",
-    "fedrecon._src.client.closed_form",
-    "fedrecon._src.client.gradient_descent",
-    "fedrecon.algorithms",
-    "fedrecon._src.algorithms.finetuning",
-)
+# The last one imports all solvers.
+_FACTORY_MODULES = tuple(f"fedrecon.{name}" for name in ("aggregators", "models", "optimizers", "split", "algorithms"))
 
 
 class SavedAlgorithm(NamedTuple):

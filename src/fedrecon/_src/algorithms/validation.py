@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -155,26 +155,6 @@ def _kind(clients: Clients) -> tuple:
     return tuple((name, column.dtype.str, column.shape[1:]) for name, column in clients.columns.items())
 
 
-class _Recorder(collections.UserDict[str, Any]):
-    """A batch that records which of its features are read."""
-
-    def __init__(self, columns: Mapping[str, Any], used: set[str], all_columns: Collection[str]):
-        super().__init__(columns)
-        self._used, self._all_columns = used, all_columns
-
-    def __getitem__(self, name: str) -> Any:
-        self._used.add(name)
-        return super().__getitem__(name)
-
-    def __missing__(self, name: str) -> Any:
-        is_text = name in self._all_columns
-        why = f"holds text, not numbers. {NUMBERED}" if is_text else f"is none of {', '.join(self.data)}"
-        raise ValueError(f"the model reads the feature {name!r}, which {why}")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._all_columns  # also if it holds text, so that reading it says so
-
-
 def features_used(model: Model, clients: Clients) -> list[str]:
     """List the features that the model's predictions, loss and metrics read, in the order the clients have them.
 
@@ -188,11 +168,25 @@ def features_used(model: Model, clients: Clients) -> list[str]:
     """
     _check_ids(model, clients)
     used: set[str] = set()
-    batch = probe(clients)
-    key = jax.random.key(0)
+    batch, key = probe(clients), jax.random.key(0)
+
+    class Recorder(collections.UserDict[str, Any]):
+        """A batch that records which of its features are read."""
+
+        def __getitem__(self, name: str) -> Any:
+            used.add(name)
+            return super().__getitem__(name)
+
+        def __missing__(self, name: str) -> Any:
+            is_text = name in clients.columns
+            why = f"holds text, not numbers. {NUMBERED}" if is_text else f"is none of {', '.join(self.data)}"
+            raise ValueError(f"the model reads the feature {name!r}, which {why}")
+
+        def __contains__(self, name: object) -> bool:
+            return name in clients.columns  # also if it holds text, so that reading it says so
 
     def run_model(params: Any, local: Any, columns: Mapping[str, Any]) -> Any:
-        recorder = _Recorder(columns, used, clients.columns)
+        recorder = Recorder(columns)
         predictions = model.predict(params, local, recorder)
         predict_in(model, params, local, recorder, Step(jnp.ones(PROBED, bool), key))
         if model.evidence is not None:

@@ -18,7 +18,6 @@ from fedrecon._src.core.model import AUTO, Batch, Model, ModelState, Step
 from fedrecon._src.core.pytrees import Params, flatten, select_paths, unflatten
 from fedrecon._src.models.losses import CLASS_LOSSES, Loss, Metrics, feature, make_loss, make_metrics
 
-Treatment = Literal["local", "averaged", "frozen"]
 Inputs = str | Sequence[str] | Mapping[str, str]
 Arrays = dict[str, Any]  # by path
 REQUIRED = ("local", "inputs", "loss")  # of the options
@@ -95,7 +94,7 @@ class Options(TypedDict, total=False):
     metrics: Metrics
     weight: str | None
     frozen: Any
-    state: Treatment | None
+    state: Literal["local", "averaged", "frozen"] | None
     lookups: Mapping[str, Any] | Literal["auto"]
 
 

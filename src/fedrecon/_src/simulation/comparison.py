@@ -27,7 +27,6 @@ from fedrecon._src.simulation.explanation import ID_BYTES, format_size, mean_row
 from fedrecon._src.simulation.training import EarlyStopping, Run, Validation, train
 
 LATEX = str.maketrans({"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$"})
-Candidates = Algorithm | Mapping[Any, Algorithm]  # one algorithm, or several by their setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Comparison:
 
 
 def compare(
-    algorithms: Mapping[str, Candidates],
+    algorithms: Mapping[str, Algorithm | Mapping[Any, Algorithm]],
     clients: Clients,
     unseen: Clients,
     *,

@@ -6,7 +6,6 @@ Every process runs the same program. JAX connects them, notices when one stops a
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -215,18 +214,12 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _in_first(method: Callable[..., Any]) -> Any:
-    """Return a method that does something in the first process alone, and returns None in the others."""
+def _in_first(name: str) -> Any:
+    """Return a method that calls the folder's method of a name in the first process, and does nothing in the others."""
 
-    @functools.wraps(method)
-    def run(self: _FirstProcessFolder, *arguments: Any) -> Any:
-        if not is_first_process():
-            return None
-        self._alone = True
-        try:
-            return method(self, *arguments)
-        finally:
-            self._alone = False
+    def run(self: _FirstProcessFolder, *arguments: Any) -> None:
+        if is_first_process():
+            getattr(self._folder, name)(*arguments)
 
     return run
 
@@ -234,26 +227,25 @@ def _in_first(method: Callable[..., Any]) -> Any:
 class _FirstProcessFolder(RunFolder):
     """A run's folder that only the first process reads and writes; other hosts need not have it."""
 
-    _alone = False  # while the first process does something that the others do not take part in
-    replace, complete = _in_first(RunFolder.replace), _in_first(RunFolder.complete)
-    describe, record = _in_first(RunFolder.describe), _in_first(RunFolder.record)
-    checkpoint = _in_first(RunFolder.checkpoint)
+    replace, complete, describe, record, checkpoint = map(
+        _in_first, ("replace", "complete", "describe", "record", "checkpoint")
+    )
+
+    def __init__(self, folder: RunFolder):
+        super().__init__(folder.path, folder.checkpoint_every)
+        self._folder = folder
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        lock = super().lock()
         with contextlib.ExitStack() as stack:
-            if self._alone:
-                stack.enter_context(lock)
-            else:
-                broadcast(lambda: stack.enter_context(lock))
+            broadcast(lambda: stack.enter_context(self._folder.lock()))
             yield
 
     def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
         restored: list[Any] = [like]
 
         def read() -> Any:
-            newest = _in_first(RunFolder.restore)(self, like)
+            newest = self._folder.restore(like)
             restored.extend([] if newest is None else [newest[1]])
             return None if newest is None else (newest[0], newest[2])
 
@@ -265,7 +257,7 @@ def share_folder(folder: RunFolder) -> RunFolder:
     """Return the same folder, which only the first of several processes then reads and writes."""
     if type(folder) is not RunFolder or not jax.distributed.is_initialized():
         return folder
-    return _FirstProcessFolder(folder.path, folder.checkpoint_every)
+    return _FirstProcessFolder(folder)
 
 
 # ---- arrays ----
