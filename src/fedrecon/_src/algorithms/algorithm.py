@@ -483,8 +483,7 @@ def check_whole_model(model: Model, method: str) -> None:
       >>> from fedrecon import kit
       >>> kit.check_whole_model(fr.models.client_table(fr.models.matrix_factorization(10), 5), "SCAFFOLD")
     """
-    local = flatten(shapes_of(model.init_local))[0]
-    if local:
+    if local := flatten(shapes_of(model.init_local))[0]:
         raise ValueError(
             f"{method} trains whole models, but `model` has local parameters ({', '.join(local)}); "
             "make it with everything global"

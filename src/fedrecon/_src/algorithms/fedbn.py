@@ -42,6 +42,5 @@ def fedbn(
       >>> descend = fr.gradient_descent(optax.sgd(0.1), batch_size=5)
       >>> fedbn = fr.algorithms.fedbn(model, update=descend, server=optax.sgd(1.0))
     """
-    if reconstruct is None:
-        reconstruct = kit.gradient_descent(optax.set_to_zero(), batch_size=64)
-    return federated_averaging(model, update=update, server=server, reconstruct=reconstruct)
+    only_statistics = kit.gradient_descent(optax.set_to_zero(), batch_size=64)
+    return federated_averaging(model, update=update, server=server, reconstruct=reconstruct or only_statistics)

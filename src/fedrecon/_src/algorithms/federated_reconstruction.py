@@ -160,8 +160,7 @@ def local_training(model: Model, *, train: Solver) -> Algorithm:
       >>> alone.has_local()  # evaluate it as it is, with the empty global parameters that `init` returns
       True
     """
-    shared = flatten(shapes_of(model.init_global))[0]
-    if shared:
+    if shared := flatten(shapes_of(model.init_global))[0]:
         raise ValueError(f"local training needs local='*', no global parameters (got {', '.join(shared)})")
     return federated_reconstruction(model, reconstruct=train, update=train, server=optax.identity())
 

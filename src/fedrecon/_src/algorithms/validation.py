@@ -226,8 +226,7 @@ def known_lookups(model: Model, clients: Clients) -> dict[str, Reads]:
     shapes = flatten(_shapes(model)[0])[0]
     for path, read in reads.items():
         rows = shapes[path].shape[0] if shapes[path].shape else 0
-        outside = [feature for feature in read.features if not _in_range(clients.columns[feature], rows)]
-        if outside:
+        if outside := [feature for feature in read.features if not _in_range(clients.columns[feature], rows)]:
             reads[path] = Reads((), f"{outside[0]} holds ids outside its rows 0 to {rows - 1}")
     return reads
 

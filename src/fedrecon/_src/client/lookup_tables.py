@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,17 +119,6 @@ def row_groups(features: Mapping[str, tuple[str, ...]], tables: Mapping[str, Any
     return groups
 
 
-def check_paths(lookups: Collection[str], leaves: Collection[str]) -> None:
-    """Raise an error if a lookup table is none of the global parameters.
-
-    Args:
-      lookups: paths of the tables.
-      leaves: paths of the global parameters.
-    """
-    for path in lookups:
-        check_known("lookups", path, leaves, "the global parameters are")
-
-
 def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> None:
     """Raise an error if a declared lookup table is not only read by rows.
 
@@ -147,7 +136,7 @@ def check_lookups(model: Model, params: Params, local: Params, batch: Batch) -> 
     """
     leaves, structure = flatten(params)
     groups = lookup_groups(model)
-    check_paths(groups, leaves)
+    check_known("lookups", groups, leaves, "the global parameters are")
     for feature in itertools.chain(*groups.values()):
         check_column(feature, batch, "`lookups` names it; the clients")
     noise, local = random_params(leaves), random_params(local)

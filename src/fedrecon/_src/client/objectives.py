@@ -19,10 +19,9 @@ from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.model import Batch, Model, Step, measure, metric_names, predict_in
 from fedrecon._src.core.pytrees import Params, split_params
 
-# parameters -> (mean loss of the batch, sums of loss and metrics)
-Measure = Callable[[Params], tuple[Array, Array]]
-# (measure, what is solved for, context) -> (number to minimise, sums of loss and metrics)
-Surrogate = Callable[[Measure, Params, Any], tuple[Array, Array]]
+# (measure, what is solved for, context) -> (number to minimise, sums of loss and metrics), where `measure` returns the
+# mean loss of the batch and the sums of loss and metrics at any parameters
+Surrogate = Callable[[Callable[[Params], tuple[Array, Array]], Params, Any], tuple[Array, Array]]
 
 
 class Objective(NamedTuple):

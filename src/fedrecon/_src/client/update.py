@@ -13,7 +13,6 @@ from jax import Array
 from fedrecon._src.client.batches import fold_batches
 from fedrecon._src.client.lookup_tables import (
     LookupTables,
-    check_paths,
     group_name,
     lookup_groups,
     renumber,
@@ -29,6 +28,7 @@ from fedrecon._src.client.objectives import (
     solve_local,
     start_local,
 )
+from fedrecon._src.core.checks import check_known
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.model import Batch, Model, Step, predict_in, shapes_of
 from fedrecon._src.core.pytrees import Params, copy_leaves, flatten, unflatten
@@ -156,7 +156,7 @@ class Updater:
           support_limit: how many support examples are used at most; None for no limit.
         """
         shapes = flatten(shapes_of(self.model.init_global))[0]
-        check_paths(self._features, shapes)
+        check_known("lookups", self._features, shapes, "the global parameters are")
         groups = row_groups(self._features, shapes)
         return Needs(split, support_limit, self.solver.limit, groups, self._through_support)
 
@@ -193,17 +193,16 @@ class Updater:
         sees_all_rows = self._through_support or self._surrogate is not None  # of a client, in every step
         growing = () if sees_all_rows or self._by_steps else self._features
         support, sent = block.support if self._through_support else (), () if self._surrogate is None else params
-        solution = self.solver.solve(
-            Problem(
-                objective=self._objective(predict, point_of),
-                params={path: leaf for path, leaf in start.items() if path not in fixed and path not in tables.values},
-                context=Held(context, support, fixed, sent, pull),
-                examples=block.query,
-                tables=tables,
-                grows={GLOBAL + path: self._ids(path, cohort) for path in growing},
-                keys=keys,
-            )
+        problem = Problem(
+            objective=self._objective(predict, point_of),
+            params={path: leaf for path, leaf in start.items() if path not in fixed and path not in tables.values},
+            context=Held(context, support, fixed, sent, pull),
+            examples=block.query,
+            tables=tables,
+            grows={GLOBAL + path: self._ids(path, cohort) for path in growing},
+            keys=keys,
         )
+        solution = self.solver.solve(problem)
         after = start | solution.params
         if shared:
             if tables.values:  # clients have rows of them only, so ids must be renumbered to match
@@ -237,12 +236,8 @@ class Updater:
 
             return surrogate(measure_point, point_of(trained | held.fixed), held.start, held.pull)
 
-        return Objective(
-            self.model,
-            whole,
-            None if self.model.predict_train is None else whole,
-            None if surrogate is None else in_points,
-        )
+        in_training = None if self.model.predict_train is None else whole
+        return Objective(self.model, whole, in_training, None if surrogate is None else in_points)
 
     def _with_rows(self, cohort: Cohort, leaves: Mapping[str, Any]) -> Cohort:
         """Add the lists of rows that packing left out, since they follow from the examples."""
@@ -367,9 +362,7 @@ def second_order_predict(model: Model, reconstruct: Solver) -> Predict:
       >>> predict = kit.second_order_predict(fr.models.matrix_factorization(num_items=100), fr.least_squares(1.0))
     """
 
-    def predict(
-        params: Params, solved: Params, context: Any, support: Examples, batch: Batch, step: Step | None
-    ) -> Any:
+    def predict(params: Params, _: Params, context: Any, support: Examples, batch: Batch, step: Step | None) -> Any:
         fresh, key = context
         start = start_local(model, params, fresh, support)
         if jax.tree.leaves(start):

@@ -118,20 +118,21 @@ def near_miss(name: str, names: Collection[str]) -> str:
 MOST_LISTED = 20  # names in a message
 
 
-def check_known(argument: str, name: str, known: Collection[str], owner: str) -> None:
-    """Check that an argument names something that there is.
+def check_known(argument: str, names: Collection[str], known: Collection[str], owner: str) -> None:
+    """Check that an argument names only what there is.
 
     Args:
       argument: its name.
-      name: what it names.
+      names: what it names.
       known: the names of all that there is.
       owner: and a verb, such as "a batch has".
 
     Raises:
-      ValueError: there is nothing of this name.
+      ValueError: there is nothing of such a name.
     """
-    if name not in known:
-        raise ValueError(f"`{argument}` names {name!r}{near_miss(name, known)}; {owner}: {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"`{argument}` names {name!r}{near_miss(name, known)}; {owner}: {', '.join(known)}")
 
 
 def check_selection(argument: str, which: Any, selected: Collection[str], known: Collection[str]) -> None:
@@ -180,9 +181,9 @@ EXTRAS = {  # by package, the extra that installs it
 }
 
 
-def install_hint(error: ImportError) -> str | None:
-    """Return how to install the package that could not be imported, or None if no extra has it."""
-    package = (error.name or "").partition(".")[0]
+def install_hint(module: str | None) -> str | None:
+    """Return how to install a module that could not be imported, or None if no extra has it."""
+    package = (module or "").partition(".")[0]
     if package not in EXTRAS:
         return None
     extra = EXTRAS[package]
@@ -195,5 +196,4 @@ def require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = ImportError(str(error), name=module)
-        raise ImportError(f"{install_hint(missing)} ({error})", name=module) from error
+        raise ImportError(f"{install_hint(module)} ({error})", name=module) from error

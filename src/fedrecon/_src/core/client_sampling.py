@@ -7,7 +7,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.checks import check_number, check_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,8 +48,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("clients_per_round", "oversample", "least", "apart"):
-            check_number(name, getattr(self, name), least=1)
+        at_least_one = ("clients_per_round", "oversample", "least", "apart")
+        check_numbers({name: getattr(self, name) for name in at_least_one}, least=1)
         check_number("min_examples", self.min_examples)
         check_number("drop_out", self.drop_out, most=1, below=True)
         if self.poisson and (self.apart is not None or self.oversample != 1):

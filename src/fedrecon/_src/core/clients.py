@@ -435,13 +435,12 @@ def check_clients(value: Any, purpose: str) -> None:
       TypeError: they are something else; the message says how to make clients.
       ValueError: there are none.
     """
-    if isinstance(value, Clients):
-        if len(value) == 0:
-            raise ValueError(f"`clients` must not be empty: there are no clients to {purpose}")
-        return
-    frame = hasattr(value, "columns") and hasattr(value, "__getitem__")
-    how = 'fr.Clients.from_dataframe(frame, client="user")' if frame else "fr.Clients.from_columns(columns, client=...)"
-    raise TypeError(f"`clients` must be fr.Clients, made with {how} (got {type(value).__name__})")
+    if not isinstance(value, Clients):
+        frame = hasattr(value, "columns") and hasattr(value, "__getitem__")
+        how = 'from_dataframe(frame, client="user")' if frame else "from_columns(columns, client=...)"
+        raise TypeError(f"`clients` must be fr.Clients, made with fr.Clients.{how} (got {type(value).__name__})")
+    if len(value) == 0:
+        raise ValueError(f"`clients` must not be empty: there are no clients to {purpose}")
 
 
 def _plain(name: str, values: Any) -> np.ndarray:

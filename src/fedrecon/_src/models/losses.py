@@ -80,7 +80,7 @@ def feature(batch: Batch, name: str, argument: str) -> Array:
       name: the feature's name.
       argument: the argument that named it.
     """
-    check_known(argument, name, batch, "a batch has")
+    check_known(argument, [name], batch, "a batch has")
     return batch[name]
 
 

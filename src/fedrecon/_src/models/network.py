@@ -400,7 +400,7 @@ def from_function(
 
     state_paths = flatten(init_state)[0]
     momenta = momentum if isinstance(momentum, Mapping) else dict.fromkeys(state_paths, momentum)
-    for path, value in momenta.items():
-        check_known("momentum", path, state_paths, "the state is")
+    check_known("momentum", momenta, state_paths, "the state is")
+    for value in momenta.values():
         check_number("momentum", value, most=1, below=True)
     return adapt(Network(lambda key: (make(key), init_state), run, "key" in names, momenta=momenta), **options)

@@ -117,17 +117,16 @@ class Comparison:
         for name, row in self.rows.items():
             numbers, costs = row.numbers(metric), row.costs
             diverged = sum(evaluation.diverged for evaluation in row.unseen)
-            table.append(
-                [
-                    name if row.setting is None else f"{name} ({row.setting})",
-                    *(_spread(numbers[column]) if column in numbers else "" for column in shown),
-                    *map(format_size, (costs.down, costs.up, costs.state)),
-                    "" if np.isnan(costs.steps) else readable(costs.steps, 3),
-                    readable(float(np.mean(row.seconds)), 2),
-                    "yes" if costs.once else "no",
-                    *([f"({diverged} diverged)"] if diverged else []),
-                ]
-            )
+            cells = [
+                name if row.setting is None else f"{name} ({row.setting})",
+                *(_spread(numbers[column]) if column in numbers else "" for column in shown),
+                *map(format_size, (costs.down, costs.up, costs.state)),
+                "" if np.isnan(costs.steps) else readable(costs.steps, 3),
+                readable(float(np.mean(row.seconds)), 2),
+                "yes" if costs.once else "no",
+                *([f"({diverged} diverged)"] if diverged else []),
+            ]
+            table.append(cells)
         return table
 
     def __str__(self) -> str:

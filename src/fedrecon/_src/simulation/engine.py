@@ -162,11 +162,9 @@ def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
       memory: bytes of an accelerator's memory, of which a quarter is for blocks; None on a CPU, where its cache
         decides, since wider blocks win empty there.
     """
-    if memory is None:
-        copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
-    else:
-        copies, shared = memory // 4 // COPIES, memory // 4
-        most = most_sharing = MOST_ON_ACCELERATOR
+    copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
+    if memory is not None:
+        copies, shared, most, most_sharing = memory // 4 // COPIES, memory // 4, *[MOST_ON_ACCELERATOR] * 2
     block = int(np.clip(copies // max(dense, 1), 1, most))
     if block == most:
         return block, block
@@ -288,8 +286,7 @@ def sum_over_devices(total: Total) -> Total:
     """
     leaves, structure = jax.tree.flatten(total)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):  # in the same order in every process
-        small = [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype and leaf.size <= SMALL_ARRAY]
-        if small:
+        if small := [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype and leaf.size <= SMALL_ARRAY]:
             flat, unravel = jax.flatten_util.ravel_pytree([leaves[k] for k in small])
             for k, leaf in zip(small, unravel(jax.lax.psum(flat, AXIS)), strict=True):
                 leaves[k] = leaf

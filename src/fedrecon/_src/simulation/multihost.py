@@ -185,10 +185,8 @@ def check_same(facts: Mapping[str, Any]) -> None:
     differs = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(names))))
     if differs.size:
         values = "; ".join(f"`{name}` is {facts.get(name)!r}, not {expected.get(name)!r}" for name in names)
-        raise HostError(
-            f"process {jax.process_index() if names else differs[0]} differs from the first process: "
-            f"{values or 'in settings, data or versions'}"
-        )
+        number = jax.process_index() if names else differs[0]
+        raise HostError(f"process {number} differs from the first process: {values or 'in settings, data or versions'}")
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def _sentence(problem: Exception) -> tuple[str, int]:
         return problem.describe(options.flag_of(problem.field)), 2
     from fedrecon._src.core.checks import install_hint
 
-    if isinstance(problem, ImportError) and (hint := install_hint(problem)):
+    if isinstance(problem, ImportError) and (hint := install_hint(problem.name)):
         return hint, 1
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror, 1
