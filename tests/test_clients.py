@@ -142,7 +142,7 @@ def test_a_csv_file_is_grouped_and_its_types_found(tmp_path):
         ("user,x\n", None, "has no rows"),
         ("who,x\n1,2\n", None, "no column 'user'"),
         ("user,x\n1,2\n", {"y": int}, "'y'"),
-        ("user,x\n1,a\n", {"x": float}, "a.csv: .*'a'"),
+        ("user,x\n1,a\n", {"x": float}, "a.csv cannot be read: .*'a'"),
     ],
 )
 def test_a_csv_file_that_does_not_fit_is_refused(tmp_path, text, columns, message):

@@ -221,7 +221,7 @@ class Updater:
     def _objective(self, predict: Predict, point_of: Callable[[Mapping[str, Any]], Point]) -> Objective:
         """Return what U minimises, as a function of what is solved for and of what is held fixed."""
 
-        def whole(trained: dict[str, Any], held: Held, batch: Batch, step: Step | None = None) -> Any:
+        def predict_trained(trained: dict[str, Any], held: Held, batch: Batch, step: Step | None = None) -> Any:
             point = point_of(trained | held.fixed)
             return predict(point.params, point.local, held.context, held.support, batch, step)
 
@@ -236,8 +236,8 @@ class Updater:
 
             return surrogate(measure_point, point_of(trained | held.fixed), held.start, held.pull)
 
-        in_training = None if self.model.predict_train is None else whole
-        return Objective(self.model, whole, in_training, None if surrogate is None else in_points)
+        in_training = None if self.model.predict_train is None else predict_trained
+        return Objective(self.model, predict_trained, in_training, None if surrogate is None else in_points)
 
     def _with_rows(self, cohort: Cohort, leaves: Mapping[str, Any]) -> Cohort:
         """Add the lists of rows that packing left out, since they follow from the examples."""

@@ -1,7 +1,7 @@
 """Whole tables as arrays: CSV and Parquet files and data frames, through pyarrow."""
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
+
+from fedrecon._src.storage.atomic import storage_errors
 
 MAX_TEXT_BYTES = 1 << 32  # of a text column, which numpy stores at the width of its longest entry
 
@@ -29,13 +31,8 @@ def to_arrow(frame: Any) -> pa.Table:
         ) from None
 
 
-@contextlib.contextmanager
-def _errors_of(path: str | Path) -> Iterator[None]:
-    """Raise a ValueError that names the file if it cannot be read."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, KeyError) as problem:
-        raise ValueError(f"cannot read {path}: {problem}") from None
+def _errors_of(path: str | Path) -> AbstractContextManager[None]:
+    return storage_errors(path, "cannot be read", pa.ArrowException, OSError, KeyError)
 
 
 def read_csv(path: str | Path, delimiter: str, dtypes: Mapping[str, Any] | None) -> dict[str, np.ndarray]:

@@ -77,7 +77,7 @@ class Upload(NamedTuple):
 
     def whole_delta(self) -> dict[str, Array]:
         """Return the change of the global parameters, by path, with whole tables."""
-        return map_changes(whole, self.delta)
+        return whole_changes(self.delta)
 
 
 class Summand(NamedTuple):
@@ -229,9 +229,9 @@ def is_rows(change: Any) -> bool:
     return isinstance(change, RowChanges)
 
 
-def whole(change: Change) -> Array:
-    """Return a change as a whole array."""
-    return change.whole() if isinstance(change, RowChanges) else change
+def whole_changes(changes: Any) -> Any:
+    """Return changes, of one part or of all parts, as whole arrays."""
+    return map_changes(lambda change: change.whole() if is_rows(change) else change, changes)
 
 
 def map_changes(function: Callable[..., Any], *trees: Any) -> Any:

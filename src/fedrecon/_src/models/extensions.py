@@ -44,8 +44,7 @@ def learned_default(model: Model) -> Model:
         shared_key, local_key = jax.random.split(key)
         return {"shared": model.init_global(shared_key), "default_local": model.init_local(local_key)}
 
-    extended = _under_shared(model, init_global)
-    return extended._replace(default_local=lambda params: params["default_local"])
+    return _under_shared(model, init_global)._replace(default_local=lambda params: params["default_local"])
 
 
 def _lookups(model: Model, tables: Mapping[str, str]) -> Any:

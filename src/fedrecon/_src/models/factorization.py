@@ -70,7 +70,7 @@ def matrix_factorization(
     traits = None if item_traits is None else np.asarray(item_traits, np.float32)
 
     def init_global(key: Array) -> Params:
-        params = {"item_embedding": _uniform(key, (num_items, dim), init_scale)}
+        params = {"item_embedding": draw_uniform(key, (num_items, dim), init_scale)}
         if traits is not None:
             params |= {"item_traits": jnp.asarray(traits)}
         if biases:
@@ -78,7 +78,7 @@ def matrix_factorization(
         return params
 
     def init_local(key: Array) -> Params:
-        params = {"user_embedding": _uniform(key, (dim,), local_scale)}
+        params = {"user_embedding": draw_uniform(key, (dim,), local_scale)}
         if traits is not None:
             params |= {"user_traits": jnp.zeros(traits.shape[1])}
         return params | {"user_bias": jnp.zeros(())} if biases else params
@@ -107,7 +107,8 @@ def matrix_factorization(
     )
 
 
-def _uniform(key: Array, shape: tuple[int, ...], scale: float) -> Array:
+def draw_uniform(key: Array, shape: tuple[int, ...], scale: float) -> Array:
+    """Draw embeddings between `-scale` and `scale`; zeros if that is 0."""
     return jax.random.uniform(key, shape, minval=-scale, maxval=scale) if scale else jnp.zeros(shape)
 
 
@@ -317,7 +318,7 @@ def logistic_factorization(
 
     def init_global(key: Array) -> Params:
         items, *keys = jax.random.split(key, len(widths))
-        params: Params = {"item_embedding": _uniform(items, (num_items, dim), init_scale)}
+        params: Params = {"item_embedding": draw_uniform(items, (num_items, dim), init_scale)}
         if hidden:
             kernels = map(jax.nn.initializers.he_normal(), keys, itertools.pairwise(widths))
             params["layers"] = [{"kernel": kernel, "bias": jnp.zeros(kernel.shape[1])} for kernel in kernels]
@@ -334,7 +335,7 @@ def logistic_factorization(
 
     return Model(
         init_global=init_global,
-        init_local=lambda key: {"user_bias": jnp.zeros(()), "user_embedding": _uniform(key, (dim,), init_scale)},
+        init_local=lambda key: {"user_bias": jnp.zeros(()), "user_embedding": draw_uniform(key, (dim,), init_scale)},
         predict=predict,
         loss=make_loss("binary_cross_entropy", label, None),
         metrics=make_metrics(["accuracy"], label, None),

@@ -161,12 +161,12 @@ def _masked_batch_norm() -> type:
 
 def _nnx(module: Any) -> Network:
     nnx = require("flax.nnx")
-    instance = module if isinstance(module, nnx.Module) else None
-    if instance is None and not callable(module):
+    is_made = isinstance(module, nnx.Module)
+    if not is_made and not callable(module):
         raise TypeError(f"`module` must be a Flax module, or a function of nnx.Rngs that makes one (got {module!r})")
 
     def make(key: Array) -> Any:
-        return module(nnx.Rngs(key)) if instance is None else instance
+        return module if is_made else module(nnx.Rngs(key))
 
     def values(key: Array) -> tuple[Arrays, Arrays]:
         return tuple(_by_path(nnx.state(make(key), kind)) for kind in (nnx.Param, nnx.BatchStat))  # type: ignore[return-value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack
@@ -194,7 +195,7 @@ def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in layers:
             if isinstance(layer, kinds.BatchNormalization):
-                layer.__dict__["call"] = _normalizing(layer.call, mode)
+                layer.__dict__["call"] = functools.partial(_normalize, layer.call, mode)
             elif isinstance(layer, random) and mode.key is None:
                 layer.__dict__["call"] = lambda inputs, *args, **kwargs: inputs
             else:
@@ -203,9 +204,7 @@ def _in_mode(keras: Any, layers: list[Any], mode: Mode) -> Iterator[None]:
         yield
 
 
-def _normalizing(call: Callable, mode: Mode) -> Callable:
-    def normalize(inputs: Array, training: Any = None, mask: Array | None = None) -> Array:
-        # Keras's masks have no channels.
-        return call(inputs, training=mode.statistics, mask=mask_padding(mask, mode.mask, inputs[..., 0]))
-
-    return normalize
+def _normalize(call: Callable, mode: Mode, inputs: Array, training: Any = None, mask: Array | None = None) -> Array:
+    """Call a BatchNormalization layer in a mode."""
+    # Keras's masks have no channels.
+    return call(inputs, training=mode.statistics, mask=mask_padding(mask, mode.mask, inputs[..., 0]))

@@ -30,10 +30,9 @@ from fedrecon._src.core.upload import (
     Summand,
     Total,
     broadcast_clients,
-    map_changes,
     map_values,
     no_total,
-    whole,
+    whole_changes,
 )
 from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.privacy.noise import ShareOfNoise, draw, share_of_noise
@@ -175,7 +174,7 @@ def _noised_integers(share_for: Callable[[int], ShareOfNoise], per_round: float,
 
     def encode(message: Any, summand: Summand, keys: Array) -> Summand:
         share = share_of(jax.eval_shape(no_total, summand).parts)
-        leaves, structure = jax.tree.flatten(_quantised(share.grid, summand, map_changes(whole, summand.parts)))
+        leaves, structure = jax.tree.flatten(_quantised(share.grid, summand, whole_changes(summand.parts)))
         if simulated:
             leaves = [_noised(leaf, share, keys, number) for number, leaf in enumerate(leaves)]
         return summand._replace(parts=jax.tree.unflatten(structure, leaves), scalars={}, flags={})
@@ -215,13 +214,13 @@ def add_noise(share: ShareOfNoise, total: Total, rng: np.random.Generator, hosts
       rng: `system_generator()` in deployment; a simulation may seed one, and must say so.
       hosts: how many hosts; their noise is drawn at once.
     """
-    noise = _cut(draw(share, rng, hosts), total.parts)
+    noise = _unravel(draw(share, rng, hosts), total.parts)
     parts = jax.tree.map(lambda values, more: np.asarray(values, more.dtype) + more, total.parts, noise)
     return Total(parts, total.scalars)
 
 
-def _cut(vector: np.ndarray, template: Any) -> Any:
-    """Cut a vector into the leaves of a pytree, in the order of JAX: dicts by sorted keys."""
+def _unravel(vector: np.ndarray, template: Any) -> Any:
+    """Divide a vector among the leaves of a pytree, in the order of JAX: dicts by sorted keys."""
     leaves, structure = jax.tree.flatten(template)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])
     parts = zip(np.split(vector, ends[:-1]), leaves, strict=True)
@@ -254,7 +253,7 @@ def to_vectors(summand: Summand) -> np.ndarray:
     present = np.asarray(summand.scale) > 0
     parts, small = (
         [np.asarray(leaf).reshape(len(present), -1) for leaf in jax.tree.leaves(tree)]
-        for tree in (map_changes(whole, summand.parts), {**summand.scalars, **summand.flags})
+        for tree in (whole_changes(summand.parts), {**summand.scalars, **summand.flags})
     )
     return np.concatenate([*(np.where(present[:, None], part, 0) for part in parts), *small], 1).astype(np.uint32)
 
@@ -278,4 +277,4 @@ def from_vector(vector: np.ndarray, template: Any) -> Total:
     length = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(template))
     if vector.shape != (length,):
         raise ValueError(f"`vector` must have shape ({length},) (got {vector.shape})")
-    return jax.tree.map(lambda part, leaf: jnp.asarray(part, leaf.dtype), _cut(vector, template), template)
+    return jax.tree.map(lambda part, leaf: jnp.asarray(part, leaf.dtype), _unravel(vector, template), template)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from fedrecon._src.core.pytrees import flatten, from_named_arrays, nbytes, to_named_arrays
-from fedrecon._src.storage.atomic import StorageError, open_regular, write_bytes
+from fedrecon._src.storage.atomic import StorageError, open_regular, storage_errors, write_bytes
 from fedrecon._src.storage.manifest import Format, write_folder_manifest
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
@@ -36,10 +36,8 @@ def save_arrays(path: Path, tree: Any, *, mode: int = 0o666) -> None:
     Raises:
       StorageError: the disk is full, or the file cannot be written for another reason.
     """
-    try:
+    with storage_errors(path, "cannot be written", SafetensorError):
         content = save(to_named_arrays(tree))
-    except SafetensorError as problem:
-        raise StorageError(f"{path} cannot be written: {problem}") from None
     write_bytes(path, content, mode=mode)
 
 
@@ -54,10 +52,8 @@ def load_arrays(path: Path, like: Any) -> Any:
       StorageError: if the file is missing, damaged, or not what is expected.
     """
     open_regular(path, nbytes(like) + MAX_HEADER_BYTES).close()
-    try:
+    with storage_errors(path, "cannot be read", Exception):
         arrays = load_file(path)
-    except Exception as problem:
-        raise StorageError(f"{path} cannot be read: {problem}") from None
     return from_named_arrays(arrays, like, path, StorageError)
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,21 @@ MAX_JSON_BYTES = 2**28  # a catalogue of some millions of items
 
 class StorageError(ValueError):
     """A file or folder is missing, damaged, not ours, or cannot be written."""
+
+
+@contextmanager
+def storage_errors(path: str | Path, what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn some kinds of exceptions in the block into a `StorageError`.
+
+    Args:
+      path: the file, which the error names.
+      what: happened to it, such as "cannot be read".
+      *kinds: of exceptions.
+    """
+    try:
+        yield
+    except kinds as problem:
+        raise StorageError(f"{path} {what}: {getattr(problem, 'strerror', None) or problem}") from None
 
 
 # ---- reading ----
@@ -57,10 +72,10 @@ def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 def parse_json(content: bytes, path: Path) -> Any:
     """Parse JSON; raises a `StorageError` that names the file it came from."""
-    try:
-        return json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as problem:  # not JSON, not UTF-8, a number of thousands of digits, or too deep
-        raise StorageError(f"{path} is not valid JSON: {problem}") from None
+    # Not JSON, not UTF-8, a number of thousands of digits, or too deep.
+    with storage_errors(path, "is not valid JSON", ValueError, RecursionError):
+        value = json.loads(content.decode("utf-8"))
+    return value
 
 
 def read_json(path: Path) -> Any:
@@ -71,13 +86,9 @@ def read_json(path: Path) -> Any:
 # ---- writing ----
 
 
-@contextmanager
-def write_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> AbstractContextManager[None]:
     """Turn an `OSError` in the block into a `StorageError` that names the file."""
-    try:
-        yield
-    except OSError as problem:
-        raise StorageError(f"{path} cannot be written: {problem.strerror or problem}") from None
+    return storage_errors(path, "cannot be written", OSError)
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:

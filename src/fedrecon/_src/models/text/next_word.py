@@ -13,10 +13,12 @@ from fedrecon._src.core.checks import check_choice, check_number, check_numbers
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Metric, Model, Weighted
 from fedrecon._src.core.pytrees import Params
+from fedrecon._src.models.factorization import draw_uniform
 from fedrecon._src.models.text.lstm import lstm
 from fedrecon._src.models.text.softmax import Logits, Outputs
 
 LocalPart = Literal["oov_embedding", "output_bias", "nothing"]
+INIT_SCALE = 0.05  # of embeddings
 PRIOR = 5.0  # imagined uses of every word, as many as the global model expects: with few words the bias stays near 0
 
 
@@ -96,11 +98,11 @@ def next_word(
     outputs = _outputs(vocabulary, oov_buckets, head)
 
     def init_oov(key: Array) -> Params:
-        return {"oov_embedding": _embeddings(key, (oov_buckets, embedding))}
+        return {"oov_embedding": draw_uniform(key, (oov_buckets, embedding), INIT_SCALE)}
 
     def init_global(key: Array) -> Params:
         keys = jax.random.split(key, 6)
-        params = {"word_embedding": _embeddings(keys[0], (vocabulary + 3, embedding))}
+        params = {"word_embedding": draw_uniform(keys[0], (vocabulary + 3, embedding), INIT_SCALE)}
         params |= _init_layers(keys[1:4], (embedding, hidden, projection))
         params["output"] = _init_outputs(keys[4], projection, outputs, end)
         if pair_rows:
@@ -249,7 +251,3 @@ def _lengths(batch: Batch) -> Array:
     if "target" not in batch:
         return jnp.full(examples, length, jnp.int32)
     return jnp.max(jnp.where(batch["target"] != 0, jnp.arange(1, length + 1), 0), 1)
-
-
-def _embeddings(key: Array, shape: tuple[int, int]) -> Array:
-    return jax.random.uniform(key, shape, minval=-0.05, maxval=0.05)

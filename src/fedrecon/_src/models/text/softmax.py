@@ -207,7 +207,7 @@ def _backward(saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, sums: bool = False) -> Any:
+def _map_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, sums: bool = False) -> Any:
     """Apply a function to some rows at a time, and only to rows that have a target.
 
     A third of the positions in a batch of sentences is padding, and few targets are in a group of rare words. The rows
@@ -246,7 +246,7 @@ def _in_parts(at_once: Callable[[Any, Any], Any], rows: Any, weights: Any, *, su
 def _by_rows(at_once: Layer, *, sums: bool = False, exported: bool = False) -> Layer:
     """Apply a function of rows in parts, and to the rows of all clients at once where they share their weights."""
     merge = merging(axis=None if sums else 0, plain=at_once, exported=exported)
-    return merge(functools.partial(_in_parts, at_once, sums=sums))
+    return merge(functools.partial(_map_parts, at_once, sums=sums))
 
 
 def _compare(logits: Array, target: Array) -> tuple[Array, Array, Array, Array]:
