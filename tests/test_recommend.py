@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import fedrecon as fr
+from fedrecon._src.recommend import cold_start
 from fedrecon._src.recommend.evaluation_table import EvaluationTable, measure_model
 from fedrecon._src.recommend.settings import Privacy
+from fedrecon._src.simulation.training import RecordCallback
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,18 @@ def test_training_calls_back_and_keeps_the_history(ratings):
     recommender = fr.recommend.train(ratings, rounds=2, dim=2, callbacks=[count])
     assert count.rounds == recommender.run.rounds >= 2
     assert recommender.algorithm.model.init_global is not None
+
+
+def test_an_interrupted_training_is_finished_too(ratings, monkeypatch):
+    def stop(record):
+        if (record["kind"], record["round"]) == ("round", 1):
+            raise KeyboardInterrupt
+
+    shrunk = []
+    monkeypatch.setattr(cold_start, "shrink_evidence", lambda algorithm, params, *_: shrunk.append(params) or params)
+    recommender = fr.recommend.train(ratings, rounds=2, dim=2, callbacks=[RecordCallback(stop)])
+    assert recommender.run.interrupted
+    assert len(shrunk) == 1
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.validation import check_finite
-from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.data import Corpus, Ratings, load, load_ratings, load_text
@@ -71,7 +70,7 @@ def train_model(
 ) -> tuple[Run, SavedModel[Any]]:
     """Train as `train_algorithm` does, and return the run and its model, which knows why the training failed if so."""
     task, run = task_of(ready.config), train_algorithm(ready, algorithm, evaluator, **options)
-    if not run.interrupted:
+    if not run.interrupted or "folder" not in options:  # an interrupted run with a folder can be continued
         run = dataclasses.replace(run, params=task.finish(ready.config, ready.users, algorithm, run.params))
     return run, SavedModel(ready.config, run.params, ready.legend, why_failed(run.history, task))
 
@@ -137,15 +136,13 @@ def _as_ratings(data: Any, **options: Any) -> Ratings:
     if not isinstance(data, Clients):
         return load_ratings(data, **options)
     columns = dict(data.columns)
-    item = np.asarray(columns.get("item", ()))
-    numbered = item.dtype.kind in "iu" and item.min(initial=0) >= 0
+    item = columns.get("item")
+    if item is None or item.dtype.kind not in "iu" or item.min(initial=0) < 0:
+        raise ValueError("clients need a column 'item' of numbers from 0; fr.data.load_ratings numbers other ids")
     if "rating" not in columns and options.get("rating") == "auto":
         columns["rating"] = np.ones(len(item), np.float32)
-    rules = {
-        "clients need a column 'item' of numbers from 0; fr.data.load_ratings numbers other ids": numbered,
-        f"clients need a column 'rating' (got {', '.join(columns)})": "rating" in columns,
-    }
-    check_rules(rules)
+    if "rating" not in columns:
+        raise ValueError(f"clients need a column 'rating' (got {', '.join(columns)})")
     fields = {f.name: getattr(data, f.name) for f in dataclasses.fields(Clients)} | {"columns": columns}
     ratings = Ratings(**fields, item_ids=np.arange(int(item.max(initial=0)) + 1))
     check_finite(ratings, "rating")
