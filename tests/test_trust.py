@@ -122,6 +122,10 @@ def test_the_old_run_is_there_until_an_interrupted_new_one_is_complete(trained, 
     assert not (run / ".replaced.1").exists()
 
 
+def test_a_run_in_a_folder_with_braces_in_its_name_is_resumed(run):
+    assert main(["train", "--resume", str(run.rename(run.with_name("run {x}")))]) == 0
+
+
 @pytest.mark.parametrize("option", ["--out", "--resume"])
 def test_a_finished_run_without_its_checkpoint_is_kept(trained, run, capsys, option):
     shutil.rmtree(run / "checkpoint")

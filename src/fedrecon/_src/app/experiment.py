@@ -114,8 +114,11 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         f"it is past round {config.most_rounds}: it has done {done}": (done or 0) <= config.most_rounds,
         f"{RUN} does not say where it began": is_layout and isinstance(facts.get("resumed"), list),
     }
-    sentence = f"the run in {folder.path} cannot be resumed: {{}}. Start over with --overwrite."
-    check_rules({sentence.format(obstacle): holds for obstacle, holds in conditions.items()}, StorageError)
+    rules = {
+        f"the run in {folder.path} cannot be resumed: {obstacle}. Start over with --overwrite.": holds
+        for obstacle, holds in conditions.items()
+    }
+    check_rules(rules, StorageError)
     return facts
 
 
@@ -133,8 +136,9 @@ def rounded_counts(config: Config, counts: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_fingerprint(run: Path, source: str, before: str, now: str, error: type[ValueError], advice: str) -> None:
     """Check that the data is the same as when a run began."""
-    changed = f"{source} is no longer what the run in {run} was trained on (fingerprint {now}, was {before})"
-    check_rules({f"{changed}{advice}": now == before}, error)
+    if now != before:
+        changed = f"{source} is no longer what the run in {run} was trained on (fingerprint {now}, was {before})"
+        raise error(f"{changed}{advice}")
 
 
 def layout_facts(jax_layout: Layout) -> dict[str, Any]:
@@ -234,7 +238,7 @@ def run_experiment(
     Args:
       config: the settings.
       folder: where everything goes.
-      resume: continue from the folder's newest checkpoint; begin anew if it has none.
+      resume: continue from the folder's newest checkpoint; begin anew if it has none. Not together with `overwrite`.
       overwrite: replace the run that the folder holds.
       made_by: the command, for `run.json`.
       progress: a progress display.
@@ -242,13 +246,10 @@ def run_experiment(
       say: called with remarks and warnings.
 
     Raises:
-      ValueError: `resume` and `overwrite` are both given.
       StorageError: the folder holds another run, and neither option is given; another process writes to it; or it
         holds something else.
     """
     check_config(config)
-    if resume and overwrite:
-        raise ValueError("`resume` and `overwrite` cannot be combined")
     folder = share_folder(folder)
     folder.checkpoint_every = config.checkpoint_every
     with folder.lock():

@@ -15,7 +15,6 @@ from safetensors.numpy import save
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
-from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.keys import client_keys
 from fedrecon._src.core.model import Batch, Step, predict_in
@@ -51,20 +50,22 @@ def packed(
     stored_tables: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         values = np.asarray(leaf)
-        problem = f"global parameter {path!r} has entries that are not finite; train again or repair it"
-        check_rules({problem: np.all(np.isfinite(values))})
+        if not np.all(np.isfinite(values)):
+            raise ValueError(f"global parameter {path!r} has entries that are not finite; train again or repair it")
         small = values.dtype != np.float32 or values.size < SMALL
         if quantise is None or small or any(fnmatchcase(path, pattern) for pattern in exact):
             stored_tables[GLOBAL + path] = values
         elif quantise == "float16" or values.size <= NARROW * len(values):
-            problem = f"global parameter {path!r} has entries above 65504: float16 cannot hold them"
-            check_rules({problem: np.max(np.abs(values)) <= np.finfo(np.float16).max})
+            if np.max(np.abs(values)) > np.finfo(np.float16).max:
+                raise ValueError(f"global parameter {path!r} has entries above 65504: float16 cannot hold them")
             stored_tables[GLOBAL + path] = values.astype(np.float16)
         else:
             rows = values.reshape(len(values), -1)
             needed = np.max(np.abs(rows), 1) / np.float32(127)
-            problem = f"global parameter {path!r} has entries above 8,319,008: rows of int8 cannot hold them"
-            check_rules({problem: np.max(needed) <= np.finfo(np.float16).max})
+            if np.max(needed) > np.finfo(np.float16).max:
+                raise ValueError(
+                    f"global parameter {path!r} has entries above 8,319,008: rows of int8 cannot hold them"
+                )
             near = needed.astype(np.float16)
             # Rounded up: divided by its scale, no number of a row is above 127.
             scale = np.where(near < needed, np.nextafter(near, np.float16(np.inf)), near)

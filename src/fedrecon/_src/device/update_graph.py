@@ -71,7 +71,8 @@ class DevicePlan(NamedTuple):
 
     def check(self, algorithm: Algorithm, *, onnx: bool = True) -> None:
         """Raise a `ValueError` if it does not fit the algorithm's sums, or if there are no graphs."""
-        check_rules({"`train` needs graphs (got onnx=False)": onnx})
+        if not onnx:
+            raise ValueError("`train` needs graphs (got onnx=False)")
         counts = {"rounds": self.rounds, "least": self.least, "min_examples": self.min_examples}
         check_numbers(counts, least=1)
         check_number("reports_per_day", self.reports_per_day, least=1, most=MOST_REPORTS)

@@ -202,8 +202,8 @@ def recommend_items(
       [0, 1]
     """
     exclude = np.asarray(exclude, np.int64)
-    for item in (exclude.min(initial=0), exclude.max(initial=0)):
-        check_number("exclude", int(item), most=num_items - 1)
+    if exclude.size and not 0 <= exclude.min() <= exclude.max() < num_items:
+        raise ValueError(f"`exclude` must be items from 0 to {num_items - 1} (got {exclude.min()} to {exclude.max()})")
     scores = predict(model, params, local, {feature: np.arange(num_items, dtype=np.int32)}).astype(np.float64)
     if scores.size != num_items:
         raise ValueError(f"predictions for {num_items} items must have shape ({num_items},) (got {scores.shape})")

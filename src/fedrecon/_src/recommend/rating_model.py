@@ -67,7 +67,7 @@ class Items:
         columns = {"titles": self.titles, "counts": self.counts, "liking": biases}
         for name, values in columns.items():
             rules[f"`{name}` must have one entry for each item"] = values is None or values.shape == self.ids.shape
-        got = f"(got {len(self.ids)} items, scale {self.scale})"
+        got = f"(got {self.ids.size} items, scale {self.scale})"
         check_rules({f"{rule} {got}": holds for rule, holds in rules.items()})
 
     def __len__(self) -> int:

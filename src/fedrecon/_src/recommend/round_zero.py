@@ -152,7 +152,8 @@ class RoundZero:
     def answer_each(self, state: State, item: Any, rating: Any, owner: Any = None) -> Entries:
         """Return the answers of single clients, to noise or audit them."""
         item, rating = np.asarray(item, np.int64), np.asarray(rating, np.float64)
-        check_rules({"`rating` must be finite": np.isfinite(rating).all()})
+        if not np.isfinite(rating).all():
+            raise ValueError("`rating` must be finite")
         owner = np.zeros(len(item), np.int64) if owner is None else np.asarray(owner)
         return Entries(tuple(answers.answer(state, item, rating, owner)), answers.answer_length(state))
 
@@ -269,8 +270,8 @@ class RoundZero:
           state: after all questions.
           data: the same as bytes, if they are there already.
         """
-        over = state.done and state.estimate.item_count.sum() >= 1
-        check_rules({"round zero is not over, or nobody has an example": over}, StateError)
+        if not state.done or not state.estimate.item_count.sum() >= 1:
+            raise StateError("round zero is not over, or nobody has an example")
         return Result(self.to_bytes(state) if data is None else data, state.estimate, state.visible_counts)
 
     def describe(self, result: Result) -> str:

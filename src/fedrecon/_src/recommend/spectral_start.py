@@ -96,7 +96,8 @@ class SpectralStart(RoundZero):
         """Check the arguments."""
         super().__post_init__()
         check_number("dim", self.dim, least=1, most=self.num_items)
-        check_rules({"`noise_multiplier` cannot be used: round zero for clicks adds no noise": not self.noised})
+        if self.noised:
+            raise ValueError("`noise_multiplier` cannot be used: round zero for clicks adds no noise")
 
     @property
     def questions(self) -> tuple[Question, ...]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
-from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.display import Progress
 from fedrecon._src.core.model import Model
@@ -62,7 +61,8 @@ ACCURACY = Measure("accuracy", "accuracy", 1, percent=True, sign=-1)
 
 def check_source(data: Source) -> None:
     """Raise a `DataError` if settings name no data."""
-    check_rules({f"the data source is empty; give {data.expected}.": data.source}, DataError)
+    if not data.source:
+        raise DataError(f"the data source is empty; give {data.expected}.")
 
 
 def refuse_settings(names: Sequence[str], source: str | Path, kind: str) -> None:
