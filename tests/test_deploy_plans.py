@@ -164,6 +164,11 @@ def test_clicks_on_nodes_give_what_the_simulation_of_the_union_gives(changes, se
     assert main(["recommend", str(tmp_path / "run"), "--clicks", path, "--user", "u001"]) == 0
 
 
+def test_a_plan_names_no_file():
+    data = dataclasses.replace(CLICKS_CONFIG.data, source="private.csv", titles="private.csv")
+    assert b"private" not in plan_of(dataclasses.replace(CLICKS_CONFIG, data=data)).content
+
+
 # ---- an algorithm made in Python ----
 
 

@@ -198,7 +198,7 @@ def make_plan(config: Config, legend: Any, **options: Any) -> SettingsPlan:
 
 def _without_places(data: Any) -> Any:
     """Return settings of data that name no file: a node reads its own, as its own options say."""
-    removed = {"source": "", "word_count": None}
+    removed = {"source": "", "titles": None, "word_count": None}
     return dataclasses.replace(data, **{name: value for name, value in removed.items() if hasattr(data, name)})
 
 
