@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -173,16 +172,21 @@ class PersonalWords:
         """
         context = [-1, *self.inputs(words)][-2:]
         repeated = np.repeat(probabilities, 2, 0)  # the second row has the context of both
-        shares = self.predict(repeated, context).shares[1].tolist()
+        shares = self.predict(repeated, context).shares[1]
         first_own = self.vocabulary.first_oov
-        words_by_id = [*enumerate(self.vocabulary.words, 1), *enumerate(self.own, first_own)]
-        # Of equally probable words, the first in the alphabet comes first, as on devices.
-        candidates = [(-shares[k], word, k >= first_own) for k, word in words_by_id if word.startswith(prefix)]
-        best = heapq.nsmallest(n, candidates)
-        likeliest = min((candidate for candidate in candidates if candidate[2]), default=(0.0, "", True))
-        if n >= RESERVED_FROM and likeliest not in best and -likeliest[0] >= LEAST_OWN:
+        words_by_id = {**dict(enumerate(self.vocabulary.words, 1)), **dict(enumerate(self.own, first_own))}
+        ids = np.array([k for k, word in words_by_id.items() if word.startswith(prefix)], int)
+
+        def rank(k: int) -> tuple[float, str]:
+            """Order by probability; of equally probable words, the first in the alphabet comes first, as on devices."""
+            return -shares[k], words_by_id[k]
+
+        least = np.partition(shares[ids], -n)[-n] if len(ids) > n else 0.0  # only some of many words are sorted
+        best = sorted(ids[shares[ids] >= least].tolist(), key=rank)[:n]
+        likeliest = min(ids[ids >= first_own].tolist(), key=rank, default=None)
+        if n >= RESERVED_FROM and likeliest not in (None, *best) and shares[likeliest] >= LEAST_OWN:
             best[-1] = likeliest
-        return [Suggestion(word, -share, personal) for share, word, personal in best]
+        return [Suggestion(words_by_id[k], float(shares[k]), k >= first_own) for k in best]
 
 
 def expected_counts(probabilities: np.ndarray, first_oov: int) -> np.ndarray:
