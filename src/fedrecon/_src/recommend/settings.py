@@ -24,7 +24,8 @@ Share = Annotated[float, Gt(0), Lt(1)]
 Count = Annotated[int, Ge(1), Le(MOST)]
 Width = Annotated[int, Ge(1), Le(2**16)]  # of a layer or an embedding
 PositiveInt = Annotated[int, Ge(1), Le(MOST_ROUNDS)]
-Rounds = Annotated[int, Ge(0), Le(MOST_ROUNDS)]
+NonNegativeInt = Annotated[int, Ge(0), Le(MOST_ROUNDS)]
+Rounds = NonNegativeInt
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX would take only the last 32 bits of a larger seed
 Epsilon = Annotated[float, Gt(0), Le(1e4)]
 Noise = Annotated[float, Ge(0.05), Le(1e6)]  # multipliers: less promises nothing
@@ -77,7 +78,7 @@ class Reconstruct:
     solver: Literal["gradient-descent", "least-squares", "closed-form"] = "gradient-descent"
     optimizer: Optimizer = "sgd"
     learning_rate: NonNegative = 0.1
-    steps: Rounds | None = 50
+    steps: NonNegativeInt | None = 50
     epochs: Count = 5
     batch_size: Count = 5
     ridge: NonNegative = 1.0
@@ -101,7 +102,7 @@ class Update:
 
     optimizer: Optimizer = "sgd"
     learning_rate: NonNegative = 0.5
-    steps: Rounds | None = 50
+    steps: NonNegativeInt | None = 50
     epochs: Count = 1
     batch_size: Count = 5
     clip_norm: Positive | None = None
@@ -246,7 +247,7 @@ class Reading:
     time: int | str | None = "auto"
     delimiter: str | None = None
     header: bool | None = None
-    skip_lines: Rounds = 0
+    skip_lines: NonNegativeInt = 0
     encoding: str = "utf-8"
     duplicates: Literal["last", "first", "mean", "sum", "error"] = "last"
     bad_rows: Literal["error", "skip"] = "error"
@@ -286,7 +287,7 @@ class Data(Source, Reading):
     """
 
     titles: str | None = None
-    min_ratings: Rounds = 1
+    min_ratings: NonNegativeInt = 1
     max_examples: Annotated[int, Ge(2)] | None = 300
     transform: Literal["none", "log1p", "auto"] = "none"
     shuffle_seed: Seed | None = 0
@@ -334,7 +335,7 @@ class TextData(Source):
     """
 
     max_sentences: Annotated[int, Ge(2)] = 1_000
-    min_sentences: Rounds = 1
+    min_sentences: NonNegativeInt = 1
     bad_rows: Literal["error", "skip"] = "error"
     word_count: str | None = None
     unpack: bool = False
@@ -405,7 +406,7 @@ class Factorization:
     prior: NonNegative = 0.0
     relax: Annotated[int, Ge(0), Le(100)] = 0
     implicit_prior: NonNegative = 0.0
-    least_ratings: Rounds = 1
+    least_ratings: NonNegativeInt = 1
     scale: Scale | None = None
 
 
@@ -437,7 +438,7 @@ class Ranking:
     second_order: bool = True
     both_ways: bool = True
     counts: Literal["ignore", "log"] = "ignore"
-    least_ratings: Rounds = 1
+    least_ratings: NonNegativeInt = 1
     at_least: float | None = None  # copied from the data's: it also applies to other files
 
 

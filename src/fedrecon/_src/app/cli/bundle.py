@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Rule
-from fedrecon._src.recommend.settings import Epsilon, Noise, Positive, PositiveInt, Rounds, Share
+from fedrecon._src.recommend.settings import Epsilon, Noise, NonNegativeInt, Positive, PositiveInt, Share
 
 if TYPE_CHECKING:
     from fedrecon._src.device.model_bundle import DeviceTraining
@@ -90,7 +90,7 @@ class Make:
     out: Path
     quantise: Literal["int8", "float16"] | None = None
     examples: Annotated[int, Ge(1), Le(10**5)] = 300
-    least_ratings: Rounds | None = None
+    least_ratings: NonNegativeInt | None = None
     train: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     devices: Devices = field(default_factory=Devices)
     privacy: Privacy = field(default_factory=Privacy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ import tyro
 from annotated_types import Gt, Le
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.recommend.config import Rule, change_settings, enforce
-from fedrecon._src.recommend.settings import Data, PositiveInt, Rounds, Source
+from fedrecon._src.recommend.config import Config, ConfigError, change_settings
+from fedrecon._src.recommend.settings import Data, NonNegativeInt, PositiveInt, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class MakePlan(options.TaskOptions):
     share: Annotated[float, Gt(0), Le(1)] = 1.0
     least_users: PositiveInt = 1
     least_nodes: PositiveInt = 1
-    users: Rounds = 0
+    users: NonNegativeInt = 0
     secure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     nodes: Path | None = None
 
@@ -81,26 +82,27 @@ class PlanText(MakePlan):
 
 
 # Every node has its own data, and titles are a column of --items.
-NOT_IN_PLANS: options.Marks = {(Source, "source"): (tyro.conf.Suppress,), (Data, "titles"): (tyro.conf.Suppress,)}
+HIDDEN = ((Source, "source"), (Data, "titles"), (Config, "sampling"), (Config, "patience"))
+NOT_IN_PLANS: options.Marks = dict.fromkeys(HIDDEN, (tyro.conf.Suppress,))
+INSTEAD = {
+    "--sampling": "use --share, the participation rate of a node's users",
+    "--patience": "a deployment always trains for --rounds rounds",
+}
 COMMANDS: dict[str, type[MakePlan]] = {"ratings": PlanRatings, "clicks": PlanClicks, "text": PlanText}
 
 
 def parse(argv: Sequence[str]) -> MakePlan:
     """Parse the options of the task."""
+    for option in (re.split("[.=]", argument)[0] for argument in argv):
+        if option in INSTEAD:
+            raise options.UsageError(f"{option} is for simulations; {INSTEAD[option]}")
     default = options.default_config("plan", argv)
     files = {"data.source": "", **({"data.titles": None} if isinstance(default.data, Data) else {})}
     default = change_settings(default, files)
     command = COMMANDS[default.task]
     required = {"words" if command is PlanText else "items": tyro.MISSING}
     start = command(settings=default, out=tyro.MISSING, **required)
-    args = options.parse(command, "plan", argv, default=start, marks=NOT_IN_PLANS)
-    instead = {
-        "sampling": "is for simulations; use --share, the participation rate of a node's users",
-        "patience": "is for simulations; a deployment always trains for --rounds rounds",
-    }
-    changed = {name: getattr(args.settings, name) != getattr(default, name) for name in instead}
-    enforce((Rule(changed[name], name, advice) for name, advice in instead.items()), args.settings)
-    return args
+    return options.parse(command, "plan", argv, default=start, marks=NOT_IN_PLANS)
 
 
 def run(args: MakePlan) -> int:
@@ -122,7 +124,9 @@ def run(args: MakePlan) -> int:
     try:
         plan = make_plan(config, legend, nodes=nodes, **{name: getattr(args, name) for name in names})
     except PlanError as problem:
-        raise problem.__cause__ or problem from None  # the first names a setting, and so an option
+        if isinstance(problem.__cause__, ConfigError):  # which names a setting, and so an option
+            raise problem.__cause__ from None
+        raise
     plan.save(args.out)
     show.table(f"a plan, saved in {args.out}", ("", ""), describe(plan), texts=(0, 1))
     show.following(f"serve {shlex.quote(str(args.out))} --out RUN --keys KEYS")

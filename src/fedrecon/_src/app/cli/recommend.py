@@ -15,7 +15,7 @@ from annotated_types import Ge
 
 from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Rule
-from fedrecon._src.recommend.settings import OtherReading, Rounds
+from fedrecon._src.recommend.settings import NonNegativeInt, OtherReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Recommend:
     clicks: Path | None = None
     user: tuple[str, ...] = ()
     top: Annotated[int, Ge(1), tyro.conf.arg(aliases=("-n",))] = 10
-    least_ratings: Rounds | None = None
+    least_ratings: NonNegativeInt | None = None
     titles: Path | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     data: OtherReading = field(default_factory=OtherReading)

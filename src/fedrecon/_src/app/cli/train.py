@@ -60,7 +60,7 @@ class Train(options.TaskOptions):
       distributed: run in several processes that SLURM or Open MPI started with the same options.
     """
 
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(required, unless --resume is given)")] = None
     log: Log | None = None
     resume: Path | None = None
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
