@@ -108,7 +108,7 @@ def render_page(records: Sequence[Mapping[str, Any]], rounds: int, facts: Mappin
     }
     items = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(str(value))}</dd>" for name, value in values.items())
     cells = [round_cells(record) for record in reversed(done[-SHOWN_ROUNDS:])]
-    head = "".join(f'<th scope="col">{name}</th>' for name in (cells or [{}])[0])
+    head = "".join(f'<th scope="col">{name}</th>' for name in (cells[0] if cells else ()))
     lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) for row in cells)
     rows = "".join(f"<tr>{line}</tr>" for line in lines)
     curve, page = render_curve(records), string.Template(PAGE)

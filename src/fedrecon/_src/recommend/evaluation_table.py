@@ -118,7 +118,8 @@ def measure_model(
     evaluator = evaluator or make_evaluator(config, saved.algorithm, users, part=part)
     if evaluator is None:
         raise ValueError(f"there are no {task.people} to evaluate on")
-    evaluation = evaluator.on(clients)(saved.params, progress=progress)
+    evaluator = evaluator if evaluator.clients is clients else evaluator.on(clients)
+    evaluation = evaluator(saved.params, progress=progress)
     evaluation = task.add_metrics(config, evaluator.algorithm, saved.params, clients, evaluation)
     train = users.train if trained and not config.privacy.on else None
     baselines = task.baselines(saved.config, saved.legend, train, clients) if is_first_process() else {}

@@ -156,8 +156,7 @@ def check_some_can_learn(config: Config, task: Task[Any, Any, Any], users: Users
     data, examples, least = config.data, task.unit or task.examples, 1 if config.split.train == "none" else 2
     if not (users.train.sizes >= least).any():
         number = f"{max(least, getattr(data, data.bounds[0]))} {examples}"
-        raise DataError(
-            f"{data.source}: none of {len(users.train):,} training {task.people} have {number} or more. Some must have "
-            "one to reconstruct from (support) and one to learn from (query).",
-            ["user"] if hasattr(data, "user") else [],
-        )
+        everyone, training = f"{sum(map(len, users)):,} {task.people}", f"{len(users.train):,} training {task.people}"
+        why = " Some must have one to reconstruct from (support) and one to learn from (query)." if least > 1 else ""
+        fields = ["user"] if hasattr(data, "user") else []
+        raise DataError(f"{data.source} has {everyone}: none of {training} have {number} or more.{why}", fields)
