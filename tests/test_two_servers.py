@@ -201,6 +201,8 @@ def test_a_damaged_memory_is_loud(tmp_path):
         Helper(dataclasses.replace(plan, content=b"other"), KEY, tmp_path)
     with pytest.raises(StorageError, match="names the helper"):
         Helper(plan, X25519PrivateKey.generate(), tmp_path)
+    with pytest.raises(StorageError, match="need no helper"):
+        Helper(dataclasses.replace(plan, protocol="open", helper=None), KEY, tmp_path)
 
 
 def test_the_memory_is_written_before_the_answer(tmp_path):

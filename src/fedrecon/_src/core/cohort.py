@@ -140,6 +140,14 @@ def lengths_for(largest: int, needs: Needs) -> Lengths:
     return Lengths(*(max(1, count if limit is None else min(count, limit)) for count, limit in limits))
 
 
+class _Side(NamedTuple):
+    """The support or query of clients: also the row of the columns and the place (`_places`) of each example."""
+
+    examples: Examples
+    source: np.ndarray
+    places: np.ndarray
+
+
 class Packer:
     """Packs clients of one population into cohorts of one shape.
 
@@ -187,18 +195,20 @@ class Packer:
         identity = self.clients.identities(safe) if self._identities is None else self._identities[safe]
         ordered = self._ordered(starts, sizes, identity, 0 if draws is None else draws)
         origin = starts if ordered is None else np.cumsum(sizes) - sizes
-        (support, support_source), (query, query_source) = (
+        support, query = (
             self._side(origin + begin, count, length, ordered)
             for begin, count, length in zip(split.begins(sizes), split.counts(sizes), self.lengths, strict=True)
         )
-        cohort = Cohort(indices.astype(np.int32), identity, support, query, {}, {}, {}, {})
+        cohort = Cohort(indices.astype(np.int32), identity, support.examples, query.examples, {}, {}, {}, {})
         for group, (rows, features) in self._needs.groups.items():
-            if self._distinct[group]:
-                cohort.num_rows[group] = query.count * sum(math.prod(query.columns[f].shape[2:]) for f in features)
+            if self._distinct[group]:  # and `_all_distinct` has checked the ids
+                width = sum(math.prod(self._columns[feature].shape[1:]) for feature in features)
+                cohort.num_rows[group] = query.examples.count * width
                 continue
-            for source, feature in itertools.product((support_source, query_source), features):
-                _check_ids(self._columns[feature][source], features, rows)  # if distinct, `_all_distinct` has done so
-            sides = [(query, query_source, cohort.slots), (support, support_source, cohort.support_slots)]
+            sides = [(query, self._ids(query, features), cohort.slots)]
+            sides += [(support, self._ids(support, features), cohort.support_slots)]
+            for _, ids, _ in sides:
+                _check_ids(ids, features, rows)
             listed = sides if self._needs.support_rows else sides[:1]
             cohort.rows[group], cohort.num_rows[group] = self._list_rows(listed, rows, features)
         return cohort
@@ -253,10 +263,7 @@ class Packer:
             keys = self.clients.columns[split.by][source]
         return source[np.lexsort((keys, owner))]
 
-    def _side(
-        self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None
-    ) -> tuple[Examples, np.ndarray]:
-        """Return the support or query of clients, and the rows of the columns that its examples come from."""
+    def _side(self, begins: np.ndarray, counts: np.ndarray, length: int, ordered: np.ndarray | None) -> _Side:
         counts = np.minimum(counts, length)
         pattern = self._needs.split.pattern
         if pattern is None:
@@ -265,29 +272,39 @@ class Packer:
             owner, j = enumerate_rows(counts)
             source = begins[owner] + pattern(np.arange(length))[j]
         source = source if ordered is None else ordered[source]
+        places = _places(counts, length)
         columns = {
-            name: _spread(np.take(column, source, axis=0), counts, length) for name, column in self._columns.items()
+            name: _spread(np.take(column, source, axis=0), places, (len(counts), length))
+            for name, column in self._columns.items()
         }
-        return Examples(columns, counts.astype(np.int32)), source
+        return _Side(Examples(columns, counts.astype(np.int32)), source, places)
+
+    def _ids(self, side: _Side, features: Sequence[str]) -> np.ndarray:
+        """Return the ids of all examples of a side, `(examples, ids)`."""
+        columns = (np.take(self._columns[feature], side.source, axis=0) for feature in features)
+        return np.concatenate([_by_example(column) for column in columns], axis=1)
 
     def _list_rows(
-        self, sides: Sequence[tuple[Examples, np.ndarray, dict]], table_rows: int, features: Sequence[str]
+        self, sides: Sequence[tuple[_Side, np.ndarray, dict]], table_rows: int, features: Sequence[str]
     ) -> tuple[np.ndarray, np.ndarray]:
         """List the rows that each client touches, in order of first use; add the slots of each side's ids."""
-        columns, source = [_by_example(self._columns[f]) for f in features], np.concatenate([side[1] for side in sides])
-        ids = np.concatenate([column[source] for column in columns], 1)
-        owner = np.concatenate([np.repeat(np.arange(len(side.count)), side.count) for side, _, _ in sides])
-        order = np.argsort(owner, kind="stable")  # all of a client's examples, those of the first side before others
-        counts = ids.shape[1] * np.bincount(owner, minlength=len(sides[0][0].count))
-        room = ids.shape[1] * sum(side.columns[features[0]].shape[1] for side, _, _ in sides)
-        rows, num_rows, numbers = self._number(ids[order].ravel(), counts, table_rows, row_capacity(room, table_rows))
-        slots_of = np.empty(ids.shape, np.int32)
-        slots_of[order] = numbers.reshape(ids.shape)
-        ends = np.cumsum([column.shape[1] for column in columns])[:-1]
-        for (side, _, slots), of_side in zip(sides, np.split(slots_of, [len(sides[0][1])]), strict=False):
-            for feature, values in zip(features, np.split(of_side, ends, axis=1), strict=True):
+        counts = np.stack([side.examples.count for side, _, _ in sides]).sum(0, dtype=np.int64)
+        # The ids of one client after another, those of the first side before others, without padding.
+        ids = np.empty((counts.sum(), sides[0][1].shape[1]), sides[0][1].dtype)
+        begins, positions = np.cumsum(counts) - counts, []
+        for side, ids_of_side, _ in sides:
+            positions.append(rows_of(begins, begins + side.examples.count))
+            ids[positions[-1]] = ids_of_side
+            begins = begins + side.examples.count
+        lengths = [side.examples.columns[features[0]].shape[1] for side, _, _ in sides]
+        capacity = row_capacity(ids.shape[1] * sum(lengths), table_rows)
+        rows, num_rows, numbers = self._number(ids.ravel(), ids.shape[1] * counts, table_rows, capacity)
+        ends = np.cumsum([math.prod(self._columns[feature].shape[1:]) for feature in features])[:-1]
+        for (side, _, slots), length, position in zip(sides, lengths, positions, strict=True):
+            by_feature = np.split(numbers.reshape(ids.shape)[position], ends, axis=1)
+            for feature, values in zip(features, by_feature, strict=True):
                 shaped = values.reshape(len(values), *self._columns[feature].shape[1:])
-                slots[feature] = _spread(shaped, side.count, side.columns[feature].shape[1])
+                slots[feature] = _spread(shaped, side.places, (len(counts), length))
         return rows, num_rows
 
     def _number(
@@ -315,7 +332,7 @@ class Packer:
         new = first == seen
         num_rows = np.bincount(np.repeat(np.arange(clients), counts)[new], minlength=clients)
         rank = (np.cumsum(new) - np.repeat(np.cumsum(num_rows) - num_rows + 1, counts))[first]
-        rows = _spread(flat[new].astype(np.int32), num_rows, capacity)
+        rows = _spread(flat[new].astype(np.int32), _places(num_rows, capacity), (clients, capacity))
         return rows, num_rows.astype(np.int32), rank.astype(np.int32)
 
 
@@ -362,12 +379,17 @@ def _by_example(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
-def _spread(values: np.ndarray, counts: np.ndarray, length: int) -> np.ndarray:
-    """Arrange `(values, ...)`, `counts` of one client after another, as `(clients, length, ...)`, padded with zeros."""
-    padded = np.zeros((len(counts) * length, *values.shape[1:]), values.dtype)
+def _places(counts: np.ndarray, length: int) -> np.ndarray:
+    """Return where `counts` values of each client are in an array with room for `length` of each, as one dimension."""
     begins = length * np.arange(len(counts))
-    padded[rows_of(begins, begins + counts)] = values
-    return padded.reshape(len(counts), length, *values.shape[1:])
+    return rows_of(begins, begins + counts)
+
+
+def _spread(values: np.ndarray, places: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Arrange `(values, ...)`, those of one client after another, as `(clients, length, ...)`, padded with zeros."""
+    padded = np.zeros((math.prod(shape), *values.shape[1:]), values.dtype)
+    padded[places] = values
+    return padded.reshape(*shape, *values.shape[1:])
 
 
 def arrange(indices: np.ndarray, sizes: np.ndarray, devices: int, block: int) -> np.ndarray:

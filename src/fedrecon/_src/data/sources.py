@@ -155,9 +155,9 @@ class Reader(io.RawIOBase):
         try:
             data = self.file.read1(len(buffer))
         except Exception as problem:  # of a dozen types where compressed data is damaged or encrypted
-            error = DataError(f"cannot read {self.source}: {problem}")
-            damage = UnpackingError(f"{self.source} is damaged or cut off: {problem}")
-            raise (error if self.packed is None else damage) from None
+            if self.packed is None:
+                raise DataError(f"cannot read {self.source}: {problem}") from None
+            raise UnpackingError(f"{self.source} is damaged or cut off: {problem}") from None
         buffer[: len(data)] = data
         self.done += len(data)
         if self.on_read is not None:

@@ -292,9 +292,11 @@ def keeps_local(algorithm: Algorithm) -> bool:
     Args:
       algorithm: the method.
     """
+    if algorithm.method.init_client is None:
+        return False
     trees = _client_state(algorithm), shapes_of(algorithm.model.init_local)
     paths, local = (list(flatten(tree)[0]) for tree in trees)
-    return algorithm.method.init_client is not None and paths == local
+    return paths == local
 
 
 def _client_state(algorithm: Algorithm) -> Any:

@@ -162,9 +162,11 @@ def blocks_for(dense: int, local: int, memory: int | None) -> tuple[int, int]:
       memory: bytes of an accelerator's memory, of which a quarter is for blocks; None on a CPU, where its cache
         decides, since wider blocks win empty there.
     """
-    copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
-    if memory is not None:
-        copies, shared, most, most_sharing = memory // 4 // COPIES, memory // 4, *[MOST_ON_ACCELERATOR] * 2
+    if memory is None:
+        copies, shared, most, most_sharing = BLOCK_BYTES, SHARING_BYTES, MOST_IN_BLOCK, MOST_SHARING
+    else:
+        copies, shared = memory // 4 // COPIES, memory // 4
+        most = most_sharing = MOST_ON_ACCELERATOR
     block = int(np.clip(copies // max(dense, 1), 1, most))
     if block == most:
         return block, block

@@ -363,8 +363,8 @@ def _run_in_parts(
     clients = packer.clients
     for chosen in np.split(np.arange(len(clients)), range(most, len(clients), most)):
         room = _round_up(len(chosen), least=1) if round_up else min(most, len(clients))
-        absent = (0, room - len(chosen))
-        indices, sizes = np.pad(chosen, absent, constant_values=ABSENT), np.pad(clients.sizes[chosen], absent)
+        indices, sizes = np.full(room, ABSENT), np.zeros(room, np.int64)
+        indices[: len(chosen)], sizes[: len(chosen)] = chosen, clients.sizes[chosen]
         order = layout.arrange(indices, sizes)
         local = layout.local(order)
         of_cohort = jax.tree.map(lambda leaf, local=local: np.asarray(leaf)[np.maximum(local, 0)], state)

@@ -240,15 +240,18 @@ class _FirstProcessFolder(RunFolder):
             yield
 
     def restore(self, like: Any) -> tuple[int, Any, list[dict[str, Any]]] | None:
-        restored: list[Any] = [like]
+        state = like
 
         def read() -> Any:
+            nonlocal state
             newest = self._folder.restore(like)
-            restored.extend([] if newest is None else [newest[1]])
-            return None if newest is None else (newest[0], newest[2])
+            if newest is None:
+                return None
+            done, state, records = newest
+            return done, records
 
         newest = broadcast(read)
-        return None if newest is None else (newest[0], broadcast_arrays(restored[-1]), newest[1])
+        return None if newest is None else (newest[0], broadcast_arrays(state), newest[1])
 
 
 def share_folder(folder: RunFolder) -> RunFolder:

@@ -65,7 +65,8 @@ def advertise(
       signing_key: the client's own, if others know its verify key.
     """
     terms.check()
-    check_rules({f"`me` must be from 0 to 2**64 - 1 (got {me})": 0 <= me < 2**64}, SecureSumError)
+    if not 0 <= me < 2**64:
+        raise SecureSumError(f"`me` must be from 0 to 2**64 - 1 (got {me})")
     if terms.threshold < least:
         raise Refusal(f"client {me} takes part in sums of {least} or more; the terms allow {terms.threshold}")
     seed = os.urandom(SECRET)

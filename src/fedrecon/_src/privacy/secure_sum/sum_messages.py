@@ -94,7 +94,8 @@ def _by_client(kind: str, entries: Iterable[tuple[int, T]]) -> dict[int, T]:
     """Return the entries of a message by client; refuse a client that is named twice."""
     by_client: dict[int, T] = {}
     for client, entry in entries:
-        check_rules({f"a {kind} message names client {client} twice": client not in by_client}, MessageError)
+        if client in by_client:
+            raise MessageError(f"a {kind} message names client {client} twice")
         by_client[client] = entry
     return by_client
 

@@ -202,9 +202,10 @@ class Helper:
         """
         self.plan, self._private, self._file = plan, private, folder / MEMORY
         self.public = private.public_key().public_bytes_raw()
+        if plan.helper is None:
+            raise StorageError("the sums of the plan are open: they need no helper")
         if self.public != plan.helper:
-            named = None if plan.helper is None else plan.helper.hex()
-            raise StorageError(f"the plan names the helper {named}, and this one is {self.public.hex()}")
+            raise StorageError(f"the plan names the helper {plan.helper.hex()}, and this one is {self.public.hex()}")
         self._runs: dict[str, dict[str, Any]] = {}  # by run: the newest round that was answered, and the request
         self._latest: tuple[tuple[str, int, str], bytes] | None = None  # an answer that may be asked for again
         if self._file.exists():
