@@ -91,6 +91,12 @@ def test_a_ledger_needs_an_aggregator_that_promises_something():
         fr.train(toy(None), clients, rounds=1, ledger=Ledger(2, 1e-4), layout=one_by_one())
 
 
+def test_a_run_is_not_both_resumed_and_replaced(tmp_path):
+    with pytest.raises(ValueError, match="`resume` and `overwrite` cannot be combined"):
+        run_experiment(settings(), fr.RunFolder(tmp_path / "run"), resume=True, overwrite=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_ledger_survives_an_interruption_to_the_digit(tmp_path):
     config = settings(privacy={"epsilon": 4.0, "clip_norm": 1.0})
     whole = run_experiment(config, fr.RunFolder(tmp_path / "whole"))

@@ -238,7 +238,7 @@ def run_experiment(
     Args:
       config: the settings.
       folder: where everything goes.
-      resume: continue from the folder's newest checkpoint; begin anew if it has none. Not together with `overwrite`.
+      resume: continue from the folder's newest checkpoint; begin anew if it has none.
       overwrite: replace the run that the folder holds.
       made_by: the command, for `run.json`.
       progress: a progress display.
@@ -246,10 +246,13 @@ def run_experiment(
       say: called with remarks and warnings.
 
     Raises:
+      ValueError: `resume` and `overwrite` are both given.
       StorageError: the folder holds another run, and neither option is given; another process writes to it; or it
         holds something else.
     """
     check_config(config)
+    if resume and overwrite:
+        raise ValueError("`resume` and `overwrite` cannot be combined")
     folder = share_folder(folder)
     folder.checkpoint_every = config.checkpoint_every
     with folder.lock():

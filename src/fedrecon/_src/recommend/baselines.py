@@ -138,8 +138,8 @@ def split_examples(clients: Clients, split: Split, *numbers: str) -> list[Column
         cohort = packer.pack(indices)
         for side, examples in zip(sides, (cohort.support, cohort.query), strict=True):
             mask = np.arange(examples.columns["item"].shape[1]) < examples.count[:, None]
-            item, *others = (np.asarray(examples.columns[name])[mask] for name in names)
-            values = (np.repeat(indices, examples.count), item, *(column.astype(np.float64) for column in others))
+            item, *extra = (np.asarray(examples.columns[name])[mask] for name in names)
+            values = (np.repeat(indices, examples.count), item, *(column.astype(np.float64) for column in extra))
             side.append(dict(zip(("client", *names), values, strict=True)))
     return [{name: np.concatenate([part[name] for part in side]) for name in ("client", *names)} for side in sides]
 

@@ -16,7 +16,6 @@ import numpy as np
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import upload_groups
 from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.core.checks import check_rules
 from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.display import lay_out, readable
 from fedrecon._src.core.model import shapes_of
@@ -231,14 +230,7 @@ def compare(
       >>> results.rows["reconstruction"].costs.up
       16.0
     """
-    candidates = {name: dict(a) if isinstance(a, Mapping) else {None: a} for name, a in algorithms.items()}
-    counts = {name: len(settings) for name, settings in candidates.items()}
-    equal = len(set(counts.values())) == 1 and 0 not in counts.values()
-    rules = {
-        f"`algorithms` and `seeds` must not be empty, with equally many settings each (got {counts})": equal and seeds,
-        "`valid` is missing: settings are chosen on validation clients": valid is not None or 1 in counts.values(),
-    }
-    check_rules(rules)
+    candidates = _settings_of(algorithms, seeds, valid is not None)
     validation = valid if isinstance(valid, Validation) or valid is None else Validation(valid)
     for held_out, name in ((unseen, "unseen"), (validation and validation.data, "valid")):
         if isinstance(held_out, Clients):
@@ -284,6 +276,20 @@ def compare(
             seconds=seconds,
         )
     return Comparison(rows)
+
+
+def _settings_of(
+    algorithms: Mapping[str, Algorithm | Mapping[Any, Algorithm]], seeds: Sequence[int], validates: bool
+) -> dict[str, dict[Any, Algorithm]]:
+    """Return the algorithms of every method by their setting, equally many for each."""
+    settings = {name: dict(a) if isinstance(a, Mapping) else {None: a} for name, a in algorithms.items()}
+    counts = {name: len(algorithms) for name, algorithms in settings.items()}
+    if len(set(counts.values())) != 1 or 0 in counts.values() or not seeds:
+        rule = "must not be empty, with equally many settings each"
+        raise ValueError(f"`algorithms` and `seeds` {rule} (got {counts})")
+    if not validates and 1 not in counts.values():
+        raise ValueError("`valid` is missing: settings are chosen on validation clients")
+    return settings
 
 
 def keeps_local(algorithm: Algorithm) -> bool:

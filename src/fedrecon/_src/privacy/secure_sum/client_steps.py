@@ -157,10 +157,10 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
     answered, threshold = dict(requested), state.terms.threshold
     count, sent = sum(answered.values()), "its input was sent, so nothing is revealed"
     twice = "the server asks for shares of a client twice; both its secrets would reveal its input"
-    others = "the clients that the server asks about are not those that shared with this one"
+    strangers = "the clients that the server asks about are not those that shared with this one"
     rules = {
         twice: len(answered) == len(requested),
-        others: set(answered) == set(state.held),
+        strangers: set(answered) == set(state.held),
         f"the server says that client {state.me} did not answer; {sent}": answered.get(state.me),
         f"{count} clients of this client's circle answered, and the threshold is {threshold}": count >= threshold,
     }

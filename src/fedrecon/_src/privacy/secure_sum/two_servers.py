@@ -179,10 +179,10 @@ def read_served_plan(path: Path) -> ServedPlan:
     except ValidationError as error:
         advice = f"make one with fedrecon bundle RUN --train ({explain_validation(error)})"
         raise StorageError(f"{is_no_plan}; {advice}") from None
-    is_open, one = plan.protocol == "open", "the sum of one report is the report"
+    is_open, reason = plan.protocol == "open", "the sum of one report is the report"
     rules = {
         f"{is_no_plan}: sums that are made by two servers, and no others, need a helper": is_open != bool(plan.helper),
-        f"`least` in {file} must be at least 2 (got {plan.least}): {one}": is_open or plan.least > 1,
+        f"`least` in {file} must be at least 2 (got {plan.least}): {reason}": is_open or plan.least > 1,
     }
     check_rules(rules, StorageError)
     return plan
