@@ -33,7 +33,8 @@ def inlined(function: Callable[..., Any], *like: Any) -> Callable[..., Any]:
     """
     traced = _without_unused(jax.make_jaxpr(function)(*like))
     leaves = jax.tree.leaves(like)
-    plain = _without_unused(jax.make_jaxpr(lambda *values: evaluate(traced.jaxpr, traced.consts, values))(*leaves))
+    with jax.disable_jit():  # functions of jax.numpy are calls otherwise
+        plain = _without_unused(jax.make_jaxpr(lambda *values: evaluate(traced.jaxpr, traced.consts, values))(*leaves))
     return core.jaxpr_as_fun(plain)
 
 
