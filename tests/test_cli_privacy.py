@@ -114,8 +114,8 @@ def test_private_runs_without_a_guarantee_are_refused_before_anything_is_written
             ["--aggregate.secure", "--aggregate.clip-norm", "1"],
             "--aggregate.secure is for simulations; here it is --secure",
         ),
-        (["--secure"], "`least_nodes`"),
-        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "`least_users`: must be 1"),
+        (["--secure"], "--least-nodes: must be at least 2"),
+        (["--preset", "paper", *NOISE, "--users", "9", "--least-users", "5"], "--least-users: must be 1"),
     ],
 )
 def test_plans_that_could_promise_nothing_are_refused_before_anything_is_written(options, message, tmp_path, capsys):
