@@ -126,15 +126,15 @@ def test_a_rewritten_function_gives_the_same_numbers(name):
     for found, expected in zip(flat(*arguments), jax.tree.leaves(function(*arguments)), strict=True):
         assert found.shape == expected.shape
         assert np.asarray(found) == pytest.approx(np.asarray(expected), abs=2e-6)
-    # The evaluator itself is a call; what it evaluates has none of these left.
-    assert not gone & operations_in(jax.make_jaxpr(flat)(*arguments).jaxpr)
+    # Calls must be gone from loops and choices, too: jax2onnx cannot translate them with the newest JAX.
+    assert not ({"jit", "pjit"} | gone) & operations_in(jax.make_jaxpr(flat)(*arguments).jaxpr)
 
 
 def operations_in(jaxpr):
     found = set()
     for equation in jaxpr.eqns:
         found.add(equation.primitive.name)
-        for inner in equation.params.values():
+        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "jaxpr")):
             if hasattr(getattr(inner, "jaxpr", None), "eqns"):
                 found |= operations_in(inner.jaxpr)
     return found
