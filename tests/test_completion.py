@@ -51,6 +51,19 @@ def test_the_bias_by_hand():
     assert found.new == pytest.approx([weights[3] / weights.sum()])
 
 
+def test_what_the_person_writes_about_now_by_hand():
+    """Three targets, then two: the twice, the end twice and a once, of which the last two are two words younger."""
+    person = having("the the", "a", biased=False)
+    fade = 0.5 ** (2 / 100)
+    recent = np.array([2 * fade, 1, fade + 1, 0])  # the, a, the end, others
+    usual = np.array([2, 1, 2, 0]) * recent.sum() / 5
+    weights = np.array([0.3, 0.2, 0.1, 0.4]) * (recent + 5) / (usual + 5)
+    found = person.predict(SHARES, [-1])
+    np.testing.assert_allclose(found.shares[0, [1, 2, 4]], weights[:3] / weights.sum())
+    assert found.new == pytest.approx([weights[3] / weights.sum()])
+    np.testing.assert_allclose(person.freeze().predict(SHARES, [-1]).shares, SHARES[:, :5])
+
+
 def test_own_words_share_what_is_outside_the_vocabulary():
     person = having("ox ox cat", biased=False)  # cat once, ox twice
     found = person.predict(SHARES, [-1])
@@ -61,11 +74,11 @@ def test_own_words_share_what_is_outside_the_vocabulary():
 
 def test_n_grams_by_hand():
     """`the` was followed twice by ox and once by a; `<s> the` twice by ox."""
-    person = having("the ox", "the ox", "a the a", biased=False)
+    person = having("the ox", "the ox", "a the a", biased=False).freeze()
     ox = person.id_of("ox")
     outside = 0.4 * (2 - 0.7) / 3
     bigram = ((2 - 0.7) + (200 + 0.7 * 2) * outside) / 203
-    trigram = ((2 - 0.7) + (20 + 0.7) * bigram) / 22
+    trigram = ((2 - 0.7) + (5 + 0.7) * bigram) / 7
     found = person.predict(np.repeat(SHARES, 2, 0), person.inputs(["the"]))
     assert found.shares[1, ox] == pytest.approx(trigram)
     np.testing.assert_allclose(found.shares.sum(1) + found.new, 1)
@@ -87,7 +100,7 @@ def test_counts_and_expected_counts_are_what_closed_form_reconstructs():
     np.testing.assert_allclose(person.count, local["count"])
     np.testing.assert_allclose(person.expected, local["expected"], rtol=1e-5)
     biased = np.asarray(jax.nn.softmax(fr.predict(model, params, local, columns)[0, :1]))
-    found = person.predict(np.asarray(predict(columns))[0, :1], [-1])
+    found = person.freeze().predict(np.asarray(predict(columns))[0, :1], [-1])
     np.testing.assert_allclose(found.shares[0, :5], biased[0, :5], rtol=1e-4)
 
 

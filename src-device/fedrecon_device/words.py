@@ -18,7 +18,8 @@ import numpy as np
 URL = "<URL>"
 HASH_BITS = 31
 PAIR_ROWS, PAIR_FACTOR = 32_749, 1_000_003
-DISCOUNT, BIGRAM_WEIGHT, TRIGRAM_WEIGHT = 0.7, 200.0, 20.0
+DISCOUNT, BIGRAM_WEIGHT, TRIGRAM_WEIGHT = 0.7, 200.0, 5.0
+PRIOR, HALF_LIFE = 5.0, 100.0
 LEAST_OWN, RESERVED_FROM = 0.01, 5
 _MARKS = (
     "!-/:-@\\[-^`{-~\xa1-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf\xd7\xf7\u2010-\u2027\u2030-\u205e\u20a0-\u20cf"
@@ -112,11 +113,12 @@ class Vocabulary:
 
 
 class PersonalWords:
-    """What one person's sentences say about their next words, on top of a model's: their own words, and n-grams."""
+    """What one person's sentences say about their next words, on top of a model's: own and recent words, n-grams."""
 
     def __init__(self, vocabulary: Vocabulary, sentences: Iterable[Sequence[str]] = ()):
         """Learn sentences."""
         self.vocabulary = vocabulary
+        self._count, self._recent = np.zeros((2, vocabulary.first_oov + 1))  # uses of each id, all buckets last
         self.uses: dict[str, int] = {}  # of the person's own words, outside the vocabulary, in the order of first use
         self._followers: dict[tuple[int, ...], Counter[int]] = {}
         for words in sentences:
@@ -130,6 +132,9 @@ class PersonalWords:
             if vocabulary.id_of(word) >= vocabulary.first_oov:
                 self.uses[word] = self.uses.get(word, 0) + 1
         ids = [*self._inputs(words), vocabulary.eos][: vocabulary.max_words + 1]
+        used = np.bincount(np.minimum(ids[1:], vocabulary.first_oov), minlength=vocabulary.first_oov + 1)
+        self._count += used
+        self._recent = self._recent * 0.5 ** (used.sum() / HALF_LIFE) + used
         for t, target in enumerate(ids[1:], 1):
             for context in (ids[t - 1 : t], ids[t - 2 : t] if t > 1 else [-1, ids[0]]):
                 self._followers.setdefault(tuple(context), Counter())[target] += 1
@@ -154,6 +159,9 @@ class PersonalWords:
         """
         vocabulary, first_oov = self.vocabulary, self.vocabulary.first_oov
         shares = np.exp(logits.astype(np.float64) - logits.max())
+        usual = self._count * (self._recent.sum() / max(self._count.sum(), 1))
+        ratio = (self._recent + PRIOR) / (usual + PRIOR)  # above 1 for what the person writes about now
+        shares *= ratio[np.minimum(np.arange(len(shares)), first_oov)]
         shares /= shares.sum()
         uses = np.array([*self.uses.values()], np.float64)
         own_shares = shares[first_oov:].sum() * (uses - DISCOUNT) / (uses.sum() + 1)

@@ -202,10 +202,11 @@ export class Vocabulary {
 }
 
 const PAIR_ROWS = 32749, PAIR_FACTOR = 1000003;
-const DISCOUNT = 0.7, BIGRAM_WEIGHT = 200, TRIGRAM_WEIGHT = 20;
+const DISCOUNT = 0.7, BIGRAM_WEIGHT = 200, TRIGRAM_WEIGHT = 5;
+const PRIOR = 5, HALF_LIFE = 100;
 const LEAST_OWN = 0.01, RESERVED_FROM = 5;
 
-/** What one person's sentences say about their next words, on top of a model's: their own words, and n-grams. */
+/** What one person's sentences say about their next words, on top of a model's: own and recent words, n-grams. */
 export class PersonalWords {
   /** @param {Vocabulary} vocabulary */
   constructor(vocabulary) {
@@ -214,6 +215,9 @@ export class PersonalWords {
     this.own = new Map();
     /** @type {number[]} how often each of them was used */
     this.uses = [];
+    /** how often each id was used, all words outside the vocabulary last; and lately */
+    this.count = new Float64Array(vocabulary.firstOov + 1);
+    this.recent = new Float64Array(vocabulary.firstOov + 1);
     /** @type {Map<string, Map<number, number>>} by context, how often each word followed */
     this.followers = new Map();
   }
@@ -231,7 +235,12 @@ export class PersonalWords {
       this.uses[place] = (this.uses[place] ?? 0) + 1;
     }
     const ids = [...this.inputs(words), this.vocabulary.eos].slice(0, this.vocabulary.maxWords + 1);
+    const fade = 0.5 ** ((ids.length - 1) / HALF_LIFE);
+    for (let k = 0; k < this.recent.length; k++) this.recent[k] *= fade;
     for (let t = 1; t < ids.length; t++) {
+      const id = Math.min(ids[t], this.vocabulary.firstOov);
+      this.count[id]++;
+      this.recent[id]++;
       for (const context of [`${ids[t - 1]}`, `${ids[t - 2] ?? -1} ${ids[t - 1]}`]) {
         const followers = this.followers.get(context) ?? new Map();
         this.followers.set(context, followers.set(ids[t], (followers.get(ids[t]) ?? 0) + 1));
@@ -261,7 +270,11 @@ export class PersonalWords {
     const { firstOov } = this.vocabulary;
     let highest = -Infinity;
     for (let k = 0; k < logits.length; k++) highest = Math.max(highest, logits[k]);
-    const exponentials = Array.from(logits, (logit) => Math.exp(logit - highest));
+    const [usedLately, usedEver] = [this.recent, this.count].map((counts) => counts.reduce((sum, count) => sum + count, 0));
+    const lately = usedLately / Math.max(usedEver, 1);
+    // Above 1 for what the person writes about now.
+    const ratio = this.recent.map((count, k) => (count + PRIOR) / (this.count[k] * lately + PRIOR));
+    const exponentials = Array.from(logits, (logit, k) => Math.exp(logit - highest) * ratio[Math.min(k, firstOov)]);
     const total = exponentials.reduce((sum, share) => sum + share, 0);
     const shares = exponentials.slice(0, firstOov).map((share) => share / total);
     const outside = exponentials.slice(firstOov).reduce((sum, share) => sum + share, 0) / total;

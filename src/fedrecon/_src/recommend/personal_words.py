@@ -13,7 +13,8 @@ from fedrecon._src.data import Vocabulary
 from fedrecon._src.models.text.next_word import PRIOR
 
 DISCOUNT = 0.7  # taken from every count, for what has not been seen
-BIGRAM_WEIGHT, TRIGRAM_WEIGHT = 200.0, 20.0  # how many words the shorter context counts as
+BIGRAM_WEIGHT, TRIGRAM_WEIGHT = 200.0, 5.0  # how many words the shorter context counts as
+HALF_LIFE = 100.0  # words after which a word counts half in what the person wrote lately
 LEAST_OWN = 0.01  # probability from which a word of the person's own has a place among the suggestions
 RESERVED_FROM = 5  # suggestions; of fewer, none is reserved
 
@@ -54,6 +55,7 @@ class PersonalWords:
 
     - An output bias, as `models.next_word(local="output_bias")` has it: words that the person uses more often than the
       model expects become more probable.
+    - A second one for what they write about now: words used lately more often than the person usually does.
     - Words of their own, outside the vocabulary, share the probability of all words outside it.
     - n-grams: how often a word followed the last word and the last two, with absolute discounting.
 
@@ -64,6 +66,7 @@ class PersonalWords:
       own: the person's own words, each with its place among them, in the order of first use.
       count: how often the person used each id, all words outside the vocabulary last.
       expected: how often the model expected it.
+      recent: how often the person used it lately.
 
     Example:
       >>> import fedrecon as fr
@@ -80,15 +83,15 @@ class PersonalWords:
         """Know nothing about the person yet; without the output bias if not `biased`."""
         self.vocabulary, self._biased = vocabulary, biased
         self.own: dict[str, int] = {}
-        self.count, self.expected = np.zeros((2, vocabulary.first_oov + 1))
+        self.count, self.expected, self.recent = np.zeros((3, vocabulary.first_oov + 1))
         self._uses: Counter[str] = Counter()  # of the person's own words, in the same order
         self._followers: dict[tuple[int, ...], Counter[int]] = {}
 
-    def copy(self) -> PersonalWords:
-        """Return what is known now, which stays as it is when more is learned."""
+    def freeze(self) -> PersonalWords:
+        """Return a copy that stays as it is when more is learned; without what was used lately, which would age."""
         other = copy.copy(self)
         other.own, other._uses = dict(self.own), self._uses.copy()
-        other.count, other.expected = self.count.copy(), self.expected.copy()
+        other.count, other.expected, other.recent = self.count.copy(), self.expected.copy(), np.zeros_like(self.recent)
         other._followers = {context: Counter(followers) for context, followers in self._followers.items()}
         return other
 
@@ -117,8 +120,10 @@ class PersonalWords:
                 self.own.setdefault(word, len(self.own))
                 self._uses[word] += 1
         ids = [*self.inputs(words), *([self.vocabulary.eos] if ended else [])]
+        used = np.bincount(np.minimum(ids[1:], first_oov).astype(int), minlength=first_oov + 1)
+        self.count += used
+        self.recent = self.recent * 0.5 ** (used.sum() / HALF_LIFE) + used
         for t, target in enumerate(ids[1:], 1):
-            self.count[min(target, first_oov)] += 1
             for context in (ids[t - 1 : t], ids[t - 2 : t] if t > 1 else [-1, ids[0]]):
                 self._followers.setdefault(tuple(context), Counter())[target] += 1
         self.expected += expected
@@ -131,7 +136,10 @@ class PersonalWords:
           inputs: as `inputs` returns them.
         """
         first_oov = self.vocabulary.first_oov
-        ratio = (self.count + PRIOR) / (self.expected + PRIOR) if self._biased else np.ones(first_oov + 1)
+        usual = self.count * (self.recent.sum() / max(self.count.sum(), 1))
+        ratio = (self.recent + PRIOR) / (usual + PRIOR) if self.recent.any() else np.ones(first_oov + 1)
+        if self._biased:
+            ratio *= (self.count + PRIOR) / (self.expected + PRIOR)
         uses = np.fromiter(self._uses.values(), float)
         own_shares = (uses - DISCOUNT) / (uses.sum() + 1)
         shares = np.empty((len(probabilities), first_oov + len(uses)))

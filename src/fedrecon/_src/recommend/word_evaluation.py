@@ -278,7 +278,7 @@ def measure_person(
         words, ended = _read_words(clients, support, k)
         learning.learn(words, expected_counts(probabilities, first_oov), ended=ended)
         support_sentences.add(tuple(words))
-    frozen = learning.copy()
+    frozen = learning.freeze()
     tallies = {name: np.zeros((5, 2)) for name in (IMPERSONAL, FROZEN, PERSONAL, *models.baselines)}
     lost = won = repeated = 0
     baseline_rows = [predict_sentences(query, model) for model in models.baselines.values()]
