@@ -318,36 +318,6 @@ def _name_ids(ids: Sequence[Any]) -> str:
 # ---- next words ----
 
 
-class Completion(NamedTuple):
-    """What may come after a prompt.
-
-    Attributes:
-      prompt: as given.
-      words: the words of it that are used: the last of its last sentence.
-      initial: suggestions as for anybody.
-      reconstructed: suggestions with what the person's text says about them.
-    """
-
-    prompt: str
-    words: list[str]
-    initial: list[Suggestion]
-    reconstructed: list[Suggestion]
-
-
-class Completions(NamedTuple):
-    """Completions for one person.
-
-    Attributes:
-      sentences: how many sentences of theirs were learned.
-      personal_words: how many words they use that are outside the vocabulary.
-      prompts: one completion for each prompt.
-    """
-
-    sentences: int
-    personal_words: int
-    prompts: list[Completion]
-
-
 class Completer(_Served):
     """A trained model of the next word, ready to serve.
 
@@ -404,27 +374,6 @@ class Completer(_Served):
         """
         return self.person(text).suggest(prompt, n)
 
-    def complete(self, text: str, prompts: Sequence[str], n: int = 5) -> Completions:
-        """Learn from a person's text and suggest next words with and without what was learned.
-
-        Args:
-          text: anything the person wrote.
-          prompts: beginnings of sentences.
-          n: how many suggestions for each.
-
-        Raises:
-          DataError: there are no words in the text or in a prompt.
-        """
-        beginnings = [_read_prompt(prompt, self.saved.config.model.max_words) for prompt in prompts]
-        anybody, person = self.person(), self.person(text)
-        if not person.sentences:
-            raise DataError("the text has no words to learn from")
-        completions = [
-            Completion(prompt, words, anybody.suggest(words, n), person.suggest(words, n))
-            for prompt, words in zip(prompts, beginnings, strict=True)
-        ]
-        return Completions(person.sentences, len(person.words.own), completions)
-
 
 class PersonalCompleter:
     """A model of the next word for one person, who goes on writing.
@@ -472,7 +421,7 @@ class PersonalCompleter:
         """
         check_number("n", n, least=1)
         max_words = self._saved.config.model.max_words
-        words = _read_prompt(prompt, max_words) if isinstance(prompt, str) else prompt
+        words = read_prompt(prompt, max_words) if isinstance(prompt, str) else prompt
         columns, position = prompt_columns(words, self.words.vocabulary, max_words)
         return self.words.suggest(self._predict(columns)[:, position], words, n, prefix)
 
@@ -493,7 +442,7 @@ def load_completer(folder: str | Path) -> Completer:
     return Completer(open_for(TEXT, folder))
 
 
-def _read_prompt(prompt: str, max_words: int) -> list[str]:
+def read_prompt(prompt: str, max_words: int) -> list[str]:
     """Return the words of a prompt that a model reads; the mark that begins a sentence takes one place."""
     sentences = split_text(prompt)
     if not sentences:

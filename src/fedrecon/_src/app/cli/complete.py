@@ -17,7 +17,7 @@ from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import Rule
 
 if TYPE_CHECKING:
-    from fedrecon._src.recommend.serving import Completion
+    from fedrecon._src.recommend.personal_words import Suggestion
 
 OWN = "*"  # marks a person's own words
 
@@ -55,47 +55,41 @@ parse = partial(options.parse, Complete, "complete")
 def run(args: Complete) -> int:
     """Complete and print."""
     from fedrecon._src.data import DataError, split_text
-    from fedrecon._src.recommend.serving import load_completer
+    from fedrecon._src.recommend.serving import load_completer, read_prompt
     from fedrecon._src.recommend.tasks.text import read_text
 
     completer = load_completer(args.run)
-    text = read_text(args.text)
+    text, max_words = read_text(args.text), completer.saved.config.model.max_words
     if not split_text(text):
         raise DataError(f"{args.text} contains no words")
-    answer = completer.complete(text, args.prompt, args.top)
+    prompts = [read_prompt(prompt, max_words) for prompt in args.prompt]  # all of them before anything is printed
+    anybody, person = completer.person(), completer.person(text)
+    answers: list[dict[str, Any]] = []
+    for prompt, words in zip(args.prompt, prompts, strict=True):
+        initial, reconstructed = anybody.suggest(words, args.top), person.suggest(words, args.top)
+        if args.json:
+            suggestions = {"without": _as_json(initial), "with": _as_json(reconstructed)}
+            answers.append({"prompt": prompt, "words": words, **suggestions})
+            continue
+        if len(words) < len(split_text(prompt)[-1]):
+            show.remark(f"only the last {len(words)} words of the prompt {prompt!r} are used")
+        rows = [(*_cells(own), *_cells(usual)) for own, usual in itertools.zip_longest(reconstructed, initial)]
+        show.table(f"after: {' '.join(words)}", ("with their text", "", "without", ""), rows, texts=(0, 2))
+    own_words = len(person.words.own)
     if args.json:
-        prompts = [_as_json(prompt) for prompt in answer.prompts]
-        print(json.dumps({"sentences": answer.sentences, "own_words": answer.personal_words, "prompts": prompts}))
+        print(json.dumps({"sentences": person.sentences, "own_words": own_words, "prompts": answers}))
         return 0
-    for completion in answer.prompts:
-        if len(completion.words) < len(split_text(completion.prompt)[-1]):
-            show.remark(f"only the last {len(completion.words)} words of the prompt {completion.prompt!r} are used")
-        _show(completion)
-    legend = f"{OWN} marks the person's own words, outside the vocabulary ({answer.personal_words} in the text)"
-    print(f"learned from {answer.sentences} sentences; {legend}")
+    legend = f"{OWN} marks the person's own words, outside the vocabulary ({own_words} in the text)"
+    print(f"learned from {person.sentences} sentences; {legend}")
     return 0
 
 
-def _as_json(completion: Completion) -> dict[str, Any]:
-    def listed(suggestions: Sequence[Any]) -> list[dict[str, Any]]:
-        return [{**suggestion._asdict(), "probability": round(suggestion.probability, 6)} for suggestion in suggestions]
-
-    return {
-        "prompt": completion.prompt,
-        "words": completion.words,
-        "without": listed(completion.initial),
-        "with": listed(completion.reconstructed),
-    }
+def _as_json(suggestions: Sequence[Suggestion]) -> list[dict[str, Any]]:
+    return [{**suggestion._asdict(), "probability": round(suggestion.probability, 6)} for suggestion in suggestions]
 
 
-def _show(completion: Completion) -> None:
-    def cells(suggestion: Any) -> tuple[str, str]:
-        if suggestion is None:
-            return "", ""
-        word = f"{suggestion.word} {OWN}" if suggestion.personal else suggestion.word
-        return word, f"{100 * suggestion.probability:.1f} %"
-
-    pairs = itertools.zip_longest(completion.reconstructed, completion.initial)
-    rows = [(*cells(reconstructed), *cells(initial)) for reconstructed, initial in pairs]
-    columns = ("with their text", "", "without", "")
-    show.table(f"after: {' '.join(completion.words)}", columns, rows, texts=(0, 2))
+def _cells(suggestion: Suggestion | None) -> tuple[str, str]:
+    if suggestion is None:
+        return "", ""
+    word = f"{suggestion.word} {OWN}" if suggestion.personal else suggestion.word
+    return word, f"{100 * suggestion.probability:.1f} %"
