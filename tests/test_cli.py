@@ -573,6 +573,8 @@ def test_an_unsuitable_file_gives_an_error_with_advice(content, options, message
         ("visitor,page\nann,/a\n", [], "clicks"),
         ("7 8\n9 8\n", [], "clicks"),
         ("visitor,page\nann,/a\n", ["--task", "ratings"], "ratings"),
+        ("visitor,page\nann,/a\n", ["--preset", "quick"], "clicks"),
+        ("visitor,page\nann,/a\n", ["--preset", "paper"], "ratings"),  # there is no such preset for clicks
         ("user,item,rating\n1,2,3\n", [], "ratings"),
         ("", [], "ratings"),
     ],

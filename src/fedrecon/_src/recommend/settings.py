@@ -226,8 +226,8 @@ class Reading:
     """How a ratings file is read (MovieLens archives need none of this).
 
     Attributes:
-      user: header of the column with user ids, or its position counted from 0. Common names such as userId or
-        'Customer ID' need not be given; the same for item and rating.
+      user: header of the column with user ids, or its position counted from 0. Common names such as
+        userId or 'Customer ID' need not be given; the same for item and rating.
       item: the same for item ids; ids may be numbers or text.
       rating: the same for ratings; 'auto' takes one if there is one, None takes none, and every row counts 1.
       time: the same for times, in seconds or as ISO dates; 'auto' takes a column 'time' or 'timestamp' if there is one,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import tyro
 
@@ -64,32 +63,24 @@ MARKS: Marks = {
 }
 
 
+MARKED = "marked"  # a marker of a group whose options are asked for without marks
+
+
 def mark_settings(
     every: Marks, info: tyro.constructors.StructTypeInfo
 ) -> tyro.constructors.StructConstructorSpec | None:
-    """Return the options of a group of settings, with their marks and the help in its docstring."""
+    """Return the options of a group of settings, with their marks."""
     marks = {name: mark for (kind, name), mark in every.items() if isinstance(info.default, kind)}
-    if not marks:
+    if not marks or MARKED in info.markers:
         return None
-    hints: dict[str, Any] = get_type_hints(info.type, include_extras=True)
-    hints |= {name: Annotated[(hints[name], *mark)] for name, mark in marks.items()}
+    info = dataclasses.replace(info, markers=(*info.markers, MARKED))
+    spec = tyro.constructors.ConstructorRegistry.get_struct_spec(info)
+    assert isinstance(spec, tyro.constructors.StructConstructorSpec)
     fields = [
-        tyro.constructors.StructFieldSpec(
-            name=field.name,
-            type=hints[field.name],
-            default=getattr(info.default, field.name),
-            helptext=partial(help_of, info.type, field.name),
-        )
-        for field in dataclasses.fields(info.type)
+        dataclasses.replace(field, type=Annotated[(field.type, *marks[field.name])]) if field.name in marks else field
+        for field in spec.fields
     ]
-    return tyro.constructors.StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
-
-
-def help_of(kind: type, name: str) -> str | None:
-    """Return an attribute's help from the docstring of a class or its base classes."""
-    entry = re.compile(rf"\n      {name}: (.*?)(?=\n      \S|\n\s*\n|\s*\Z)", re.DOTALL)
-    texts = (match[1] for base in kind.__mro__ if (match := entry.search(base.__doc__ or "")))
-    return " ".join(next(texts, "").split()) or None
+    return dataclasses.replace(spec, fields=tuple(fields))
 
 
 def flag_of(field: str) -> str:
@@ -129,9 +120,9 @@ class TaskOptions:
     """The options of commands that take all settings of a task.
 
     Attributes:
-      preset: settings to start from, which a config file and options override. default, which begins with round zero,
-        suits ratings of any scale and number, quick is the same in fewer rounds, paper has the paper's settings for
-        MovieLens 1M.
+      preset: settings to start from, which a config file and options override. default adapts to the data. quick, for
+        ratings and clicks, is the same in fewer rounds. paper, for ratings, has the paper's settings for MovieLens 1M;
+        for text, its local embeddings of words outside the vocabulary.
       config: a JSON file of settings, or the run.json of an earlier run; options given here override it.
     """
 
@@ -210,8 +201,10 @@ def parse_for_task(commands: Mapping[str, Any], command: str, argv: Sequence[str
 def _means_clicks(command: str, argv: Sequence[str], settings: Config) -> bool:
     """Say whether the data has users and items alone, which are clicks, where nothing else says what it is."""
     base, data = _parse_base(command, argv), settings.data
-    chosen = base.task or base.config or base.resume or not isinstance(data, Data) or data.rating != Data.rating
-    if chosen or not Path(data.source).is_file() or Path(data.source).suffix == ".zip":
+    chosen = base.task or base.config or base.resume or base.preset not in (None, *PRESETS["clicks"])
+    if chosen or not isinstance(data, Data) or data.rating != Data.rating:
+        return False
+    if not Path(data.source).is_file() or Path(data.source).suffix == ".zip":
         return False
     from fedrecon._src.data.sources import DataError
     from fedrecon._src.data.tables import TextOptions, open_table
