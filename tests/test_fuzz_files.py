@@ -203,7 +203,16 @@ def test_unusable_parameters_are_refused_unless_the_model_is_marked_as_failed(va
     assert open_model(tmp_path / "model").failed == "it diverged"
 
 
-@pytest.mark.parametrize(("field", "value"), [("counts", [3, -1, 0, 0, 0]), ("scale", [5.0, 1.0])])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("counts", [3, -1, 0, 0, 0]),
+        ("counts", [3, 1]),
+        ("scale", [5.0, 1.0]),
+        ("liking", {"bias": [0.0] * 5, "user_ridge": 0.0}),
+        ("liking", {"bias": [0.0] * 4, "user_ridge": 1.0}),
+    ],
+)
 def test_what_no_training_finds_is_refused(field, value, tmp_path):
     save_ratings(tmp_path / "model")
     facts = json.loads((tmp_path / "model" / "model.json").read_text())

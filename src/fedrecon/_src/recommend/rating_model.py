@@ -57,18 +57,19 @@ class Items:
         """Check that there is a title, a count and a bias for every item, if there are any."""
         low, high = self.scale or (0, 1)
         biases, ridge = self.liking or (None, 1.0)
-        sound = biases is None or (np.isfinite(biases).all() and 0 < ridge < math.inf)
+        shape, least = self.ids.shape, 0 if self.counts is None else self.counts.min(initial=0)
+        finite = biases is None or np.isfinite(biases).all()
         rules = {
-            "`ids` must be a list of at least one item": self.ids.ndim == 1 and len(self.ids) > 0,
-            "`counts` must not be negative": self.counts is None or self.counts.min(initial=0) >= 0,
-            "`scale` must be finite, with the lowest rating first": -np.inf < low <= high < np.inf,
-            "item biases must be finite and their ridge must be above 0": sound,
+            f"`ids` must be a list of at least one item (got shape {shape})": len(shape) == 1 and shape[0] > 0,
+            f"`counts` must not be negative (got {least})": least >= 0,
+            f"`scale` must be finite, with the lowest rating first (got {self.scale})": -np.inf < low <= high < np.inf,
+            "`liking.bias` must be finite": finite,
+            f"`liking.user_ridge` must be finite and above 0 (got {ridge})": 0 < ridge < math.inf,
         }
-        columns = {"titles": self.titles, "counts": self.counts, "liking": biases}
-        for name, values in columns.items():
-            rules[f"`{name}` must have one entry for each item"] = values is None or values.shape == self.ids.shape
-        got = f"(got {self.ids.size} items, scale {self.scale})"
-        check_rules({f"{rule} {got}": holds for rule, holds in rules.items()})
+        for name, values in {"titles": self.titles, "counts": self.counts, "liking.bias": biases}.items():
+            got = shape if values is None else values.shape
+            rules[f"`{name}` must have one entry for each item (got shape {got}, items {shape})"] = got == shape
+        check_rules(rules)
 
     def __len__(self) -> int:
         """Return the number of items."""
