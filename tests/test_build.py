@@ -83,6 +83,7 @@ def test_relaxations_need_validation_users_to_judge_them_and_no_promise_of_priva
     config = relaxing()
     assert (rounds_of(config, people(10)), patience_of(config, people(10))) == (12, 2)
     assert "Up to 4 more follow" in say_rounds(config, people(10))
+    assert "The best model for validation clients is kept" in say_rounds(config, people(10), "clients")
     assert (rounds_of(config, people(9)), patience_of(config, people(9))) == (8, None)
     assert "only 9 validation users have" in say_rounds(config, people(9))
     private = relaxing(privacy=Privacy(noise_multiplier=1.0))

@@ -16,6 +16,7 @@ from fedrecon._src.app.cli import main, show
 from fedrecon._src.data.sources import cache_folder
 from fedrecon._src.recommend.config import (
     DEFAULT,
+    PRESETS,
     ConfigError,
     Data,
     RatingsConfig,
@@ -392,6 +393,8 @@ def test_a_remedy_names_what_plays_a_part():
     assert "--server.learning-rate (now 0.01)" in solved
     assert "raise --reconstruct.ridge (now 1)" in solved
     assert "--data.transform log1p" in remedy(paper, counts=True)
+    assert "--reconstruct.learning-rate" not in remedy(PRESETS["text"]["default"])
+    assert "--reconstruct.learning-rate (now 1)" in remedy(PRESETS["text"]["paper"])
 
 
 def test_counts_that_run_away_are_met_with_their_logarithm(tmp_path, capsys):

@@ -141,7 +141,8 @@ class Config:
     @property
     def remedy(self) -> str:
         """What to change if numbers run away."""
-        groups: dict[str, Any] = {"update": self.update, "server": self.server, "reconstruct": self.reconstruct}
+        groups: dict[str, Any] = {"update": self.update, "server": self.server}
+        groups |= {"reconstruct": self.reconstruct} if self.reconstruct.solver == "gradient-descent" else {}
         rates = ", ".join(f"--{name}.learning-rate (now {group.learning_rate:g})" for name, group in groups.items())
         return f"lower one of {rates}, or set --aggregate.clip-norm"
 

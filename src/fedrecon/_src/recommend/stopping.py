@@ -92,7 +92,7 @@ def say_rounds(config: Config, users: Users, people: str = "users") -> str:
         if more := rounds_of(config, users) - config.rounds:
             text += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
         simple = "popularity" if config.falls_back_on_popularity else "the one before the first round"
-        text += f" The best model for validation users is kept, even if it is {simple}."
+        text += f" The best model for validation {people} is kept, even if it is {simple}."
     return text + "".join(f" {sentence}" for sentence in say_few_tested(config, test, people))
 
 

@@ -18,8 +18,9 @@ from fedrecon._src.recommend.settings import OtherReading
 class Evaluate:
     """Evaluate a trained model on held-out clients.
 
-    Local parameters are reconstructed from one half of a client's ratings or sentences and measured on the other half
-    (ReconEval). The clients are the run's test clients, or those of another file.
+    Local parameters are reconstructed from some of a client's ratings, clicks or sentences and measured on the others
+    (ReconEval); --split.evaluate of the training says from how many. The clients are the run's test clients, or those
+    of another file.
     Example: fedrecon evaluate runs/mine --json
 
     Attributes:

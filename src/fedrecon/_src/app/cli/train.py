@@ -103,9 +103,9 @@ class TrainClicks(Train):
 class TrainText(Train):
     """Train a next-word model.
 
-    The server learns the model. Every client reconstructs the embeddings of words outside the vocabulary from its own
-    text and never sends them. Ends with an evaluation on held-out test clients. The defaults suit a CPU; the paper's
-    sizes need an accelerator.
+    The server learns the model. Every client reconstructs its local part from its own text and never sends it: an
+    output bias, or with --preset paper the embeddings of words outside the vocabulary. Ends with an evaluation on
+    held-out test clients. The defaults suit a CPU; the paper's sizes need an accelerator.
     Example: fedrecon train posts.jsonl.gz --task text --out runs/words --model.vocabulary 2000
     """
 

@@ -1,4 +1,4 @@
-"""Text: the next word, with local embeddings for the words that only one client uses."""
+"""Text: the next word, with a local output bias, or local embeddings of words outside the vocabulary."""
 
 from __future__ import annotations
 
