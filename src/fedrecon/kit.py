@@ -34,7 +34,6 @@ from fedrecon._src.client.objectives import Solution as Solution
 from fedrecon._src.client.objectives import Solver as Solver
 from fedrecon._src.client.objectives import add_proximal as add_proximal
 from fedrecon._src.client.objectives import solve_local as solve_local
-from fedrecon._src.client.objectives import solve_params as solve_params
 from fedrecon._src.client.reconstruction import Reconstruction as Reconstruction
 from fedrecon._src.client.reconstruction import reconstruction as reconstruction
 from fedrecon._src.client.update import Point as Point

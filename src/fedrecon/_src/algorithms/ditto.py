@@ -46,12 +46,13 @@ def ditto(
     """
     kit.check_whole_model(model, "Ditto")
     kit.check_number("strength", strength)
+    serving = kit.personal_model(model)
 
     def train_personal(params: kit.Params, start: kit.Params, examples: kit.Examples) -> kit.Params:
         def pulled(measure: Any, trained: kit.Params, context: Any) -> tuple[Array, Array]:
             return kit.add_proximal(measure(trained), trained, params, strength)
 
-        return kit.solve_params(model, personal, start, examples, surrogate=pulled)
+        return kit.solve_local(serving, personal, params, start, examples, surrogate=pulled)
 
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update)
@@ -71,4 +72,4 @@ def ditto(
             steps=lambda support, query: update.steps(query) + personal.steps(query),
         )
 
-    return kit.Algorithm(kit.personal_model(model), define, aggregate or kit.mean())
+    return kit.Algorithm(serving, define, aggregate or kit.mean())

@@ -50,10 +50,11 @@ def per_fedavg(
       >>> per_fedavg = fr.algorithms.per_fedavg(model, adapt=once, update=once, server=optax.sgd(1.0))
     """
     kit.check_whole_model(model, "Per-FedAvg")
+    serving = kit.personal_model(model)
 
     def predict(params: kit.Params, _: Any, context: Any, support: kit.Examples, batch: kit.Batch, step: Any) -> Any:
         start, alone = jax.tree.map(lambda leaf: leaf[None], (params, support))  # a block of one client
-        adapted = kit.solve_params(model, adapt, start, alone, differentiable=not first_order)
+        adapted = kit.solve_local(serving, adapt, params, start, alone, differentiable=not first_order)
         change = jax.tree.map(lambda new, old: new[0] - old, adapted, params)
         change = jax.lax.stop_gradient(change) if first_order else change
         return kit.first_order_predict(model)(optax.tree.add(params, change), (), (), support, batch, step)
@@ -64,10 +65,12 @@ def per_fedavg(
             server,
             updater,
             client=kit.stateless_client(updater, predict),
-            reconstruct=lambda w, _, support, keys: kit.solve_params(model, adapt, kit.copy_params(w, keys), support),
+            reconstruct=lambda w, _, support, keys: kit.solve_local(
+                serving, adapt, w, kit.copy_params(w, keys), support
+            ),
             needs=updater.needs(kit.half() if split is None else split, adapt.limit),
             support_limit=adapt.limit,
             steps=lambda support, query: update.steps(query) * (1 + adapt.steps(support)),
         )
 
-    return kit.Algorithm(kit.personal_model(model), define, aggregate or kit.mean())
+    return kit.Algorithm(serving, define, aggregate or kit.mean())

@@ -45,6 +45,7 @@ def pfedme(
     """
     kit.check_whole_model(model, "pFedMe")
     kit.check_number("strength", strength)
+    serving = kit.personal_model(model)
     adapt = kit.gradient_descent(personal, batch_size=update.batch_size or 1, epochs=steps)
 
     def envelope(measure: Any, point: kit.Point, start: kit.Params, pull: Any) -> tuple[Array, Array]:
@@ -63,7 +64,7 @@ def pfedme(
         def near(measure: Any, v: kit.Params, context: Any) -> tuple[Array, Array]:
             return kit.add_proximal(measure(v), v, params, strength)
 
-        return kit.solve_params(model, adapt, kit.copy_params(params, keys), support, surrogate=near)
+        return kit.solve_local(serving, adapt, params, kit.copy_params(params, keys), support, surrogate=near)
 
     def define(_: kit.Model) -> kit.Method:
         updater = kit.Updater(model, update, surrogate=envelope, whole_tables=adapt.reach() == "whole")
@@ -74,4 +75,4 @@ def pfedme(
             steps=lambda support, query: update.steps(query) * (1 + steps),
         )
 
-    return kit.Algorithm(kit.personal_model(model), define, aggregate or kit.mean())
+    return kit.Algorithm(serving, define, aggregate or kit.mean())

@@ -176,6 +176,7 @@ def solve_local(
     support: Examples,
     *,
     keys: Array | None = None,
+    surrogate: Surrogate | None = None,
     differentiable: bool = False,
 ) -> Params:
     """Solve for the local parameters of several clients, with the global ones frozen. Local state stays unchanged.
@@ -187,6 +188,7 @@ def solve_local(
       start: where the local parameters start, clients first.
       support: each client's support examples.
       keys: the clients' keys, for what is random in their steps; None if nothing should be random.
+      surrogate: what a step minimises instead of the loss; see `Objective`.
       differentiable: whether gradients must flow back through the solution.
 
     Example:
@@ -203,7 +205,7 @@ def solve_local(
     free, fixed, merge = split_params(start, model.local_state)
     if not jax.tree.leaves(free):
         return start
-    objective = local_objective(model, params, merge)
+    objective = local_objective(model, params, merge)._replace(surrogate=surrogate)
     problem = Problem(objective, free, fixed, support, measured=False, differentiable=differentiable, keys=keys)
     return merge(solver.solve(problem).params, fixed)
 
@@ -225,43 +227,6 @@ def add_proximal(measured: tuple[Array, Array], params: Params, center: Params, 
     """
     loss, sums = measured
     return loss + strength / 2 * optax.tree.norm(optax.tree.sub(params, center), squared=True), sums
-
-
-def solve_params(
-    model: Model,
-    solver: Solver,
-    start: Params,
-    examples: Examples,
-    *,
-    surrogate: Surrogate | None = None,
-    differentiable: bool = False,
-) -> Params:
-    """Solve for every client's own copy of all parameters, of a model with nothing local.
-
-    Args:
-      model: a model without local parameters.
-      solver: how clients solve.
-      start: where the copies start, clients first.
-      examples: each client's examples.
-      surrogate: what a step minimises instead of the loss; see `Objective`.
-      differentiable: whether gradients must flow back through the solution.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> from fedrecon import kit
-      >>> model = fr.models.from_function(
-      ...     lambda params, x: params["w"] * x, {"w": jnp.zeros(())}, local=(), inputs="x", label="y", loss="mse"
-      ... )
-      >>> examples = kit.Examples({"x": jnp.ones((1, 1)), "y": jnp.full((1, 1), 3.0)}, jnp.array([1]))
-      >>> solver = fr.gradient_descent(optax.sgd(0.5), batch_size=1)
-      >>> kit.solve_params(model, solver, {"w": jnp.zeros(1)}, examples)["w"].tolist()
-      [3.0]
-    """
-    objective = Objective(model, lambda params, _, batch: model.predict(params, (), batch), surrogate=surrogate)
-    problem = Problem(objective, start, (), examples, measured=False, differentiable=differentiable)
-    return solver.solve(problem).params
 
 
 def local_objective(model: Model, params: Params, merge: Callable[[Params, Params], Params]) -> Objective:
