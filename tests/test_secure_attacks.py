@@ -1,7 +1,6 @@
 """Secure sums under attack: a server that lies, clients that lie, inputs at and beyond every bound."""
 
 import math
-import struct
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,7 @@ from fedrecon._src.privacy.secure_sum.primitives import add_mask
 from fedrecon._src.server.fixed_point import to_vectors
 from rehearsal import Dropouts, rehearse
 from test_private import through, uploads
-from test_secure_sum import MARGIN, Host, exact, until_request
+from test_secure_sum import MARGIN, Host, exact, until_request, write_request
 
 # ---- a server that lies ----
 
@@ -34,15 +33,15 @@ def test_an_equivocating_server_never_gets_both_secrets_of_a_client():
     revealed = {}
     for me in (0, 1, 3, 4):
         asked = {k: not (k == 2 and me in (0, 1)) for k in range(5)}
-        host.state[me], reveal = ss.unmask(host.state[me], sum_messages.write_request(host.terms, me, asked))
+        host.state[me], reveal = ss.unmask(host.state[me], write_request(host.terms, me, asked))
         revealed[me] = shares_of(reveal, host, me)[2]
     seeds, roots = ({me: revealed[me] for me in some} for some in ((3, 4), (0, 1)))
     hello = sum_messages.read_hello(host.hellos[2], host.terms, 2, None)
     digest, circle = host.terms.digest(), tuple(range(5))
     # With client 2's own share of its own secrets unknown to the server, two of three shares say nothing.
     for shares in (seeds, roots):
-        for guess in (bytes(16), bytes(range(16))):
-            wrong = primitives.Combiner(3).combine({**shares, 2: guess}, circle)
+        for guess in (bytes(17), bytes(range(17))):
+            wrong = primitives.combine({**shares, 2: guess}, 3, circle)
             assert primitives.derive(wrong, digest, b"commitment", 2) != hello.commitment
             assert primitives.public_of(primitives.mask_private(wrong, digest, 2)) != hello.mask
 
@@ -52,7 +51,7 @@ def test_the_masks_of_one_client_need_both_of_its_secrets():
     host = until_request(clients=5, threshold=3)
     host.unmask()
     circle = tuple(range(5))
-    seed = primitives.Combiner(3).combine({me: shares_of(host.reveals[me], host, me)[2] for me in circle}, circle)
+    seed = primitives.combine({me: shares_of(host.reveals[me], host, me)[2] for me in circle}, 3, circle)
     open_to_server = np.frombuffer(host.masked[2][MARGIN:], "<u4").copy()
     add_mask(open_to_server, primitives.derive(seed, host.terms.digest(), b"own mask", 2), subtract=True)
     assert (open_to_server != host.vectors[2]).all()
@@ -66,7 +65,7 @@ def test_a_server_cannot_shrink_the_sum_below_the_threshold_by_dropping_answers(
     few = {k: k < 3 for k in range(6)}
     for asked in (alone, few):
         with pytest.raises(ss.Refusal, match="answered, and the threshold is 4"):
-            ss.unmask(host.state[0], sum_messages.write_request(host.terms, 0, asked))
+            ss.unmask(host.state[0], write_request(host.terms, 0, asked))
 
 
 def test_a_server_cannot_lower_the_threshold_after_clients_agreed():
@@ -119,17 +118,17 @@ def test_a_signature_does_not_fit_other_terms_or_another_client():
     other = Host(clients=3, signing_key=signing).introduce()
     # A hello of another session, with its address rewritten to this one: all but the signature fits.
     stolen = sum_messages.read_hello(first.hellos[1], first.terms, 1, known)
-    forged = sum_messages.write_hello(other.terms, 1, stolen.cipher, stolen.mask, stolen.commitment, None)
-    roster = sum_messages.write_roster(other.terms, 0, [other.hellos[0], forged, other.hellos[2]])
-    with pytest.raises(ss.MessageError, match="has not signed"):
-        ss.share(other.state[0], roster, verify_keys=known)
+    for forged in (stolen, stolen._replace(signature=bytes(64))):
+        roster = sum_messages.write_roster(other.terms, 0, {**other.circle(), 1: forged})
+        with pytest.raises(ss.MessageError, match="has not signed"):
+            ss.share(other.state[0], roster, verify_keys=known)
 
 
 # ---- clients that lie ----
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 3), st.binary(min_size=16, max_size=16), st.sampled_from([3, 4]))
+@given(st.integers(0, 3), st.binary(min_size=17, max_size=17), st.sampled_from([3, 4]))
 def test_no_made_up_share_gives_a_wrong_sum(liar, share, threshold):
     host = until_request(clients=4, threshold=threshold).unmask()
     true = shares_of(host.reveals[liar], host, liar)
@@ -249,18 +248,19 @@ def test_noise_in_integers_is_never_less_than_was_asked_for(clip, length, noise,
 def test_a_reveal_with_more_or_fewer_shares_than_asked_for_is_left_out():
     host = until_request(clients=5, threshold=3).unmask()
     true = shares_of(host.reveals[1], host, 1)
-    host.reveals[1] = sum_messages.write_entries("reveal", host.terms, 1, {**true, 9: bytes(16)})
+    host.reveals[1] = sum_messages.write_entries("reveal", host.terms, 1, {**true, 9: bytes(17)})
+    host.reveals[2] = sum_messages.write_entries("reveal", host.terms, 2, {k: true[k] for k in range(4)})
     found = host.total()
-    assert "must name exactly [0, 1, 2, 3, 4]" in found.refused[1]
+    assert "no reveal message of this sum has" in found.refused[1]
+    assert "must name exactly [0, 1, 2, 3, 4]" in found.refused[2]
     assert found.total.tolist() == exact(host.vectors, range(5)).tolist()
 
 
 def test_a_request_cannot_name_somebody_with_a_third_answer():
     host = until_request()
-    asked = sum_messages._header("request", host.terms, 0) + struct.pack(">H", 5)
-    asked += b"".join(struct.pack(">QB", k, 2 if k == 3 else 1) for k in range(5))
-    with pytest.raises(ss.SecureSumError):
-        ss.unmask(host.state[0], asked)
+    asked = {k: bytes([2 if k == 3 else 1]) for k in range(5)}
+    with pytest.raises(ss.Refusal, match="a kind of share that does not exist"):
+        ss.unmask(host.state[0], sum_messages.write_entries("request", host.terms, 0, asked))
 
 
 def test_keys_and_circles_are_drawn_by_the_system():

@@ -175,7 +175,7 @@ def explain_validation(problem: ValidationError) -> str:
 EXTRAS = {  # by package, the extra that installs it
     **{name: name for name in ("keras", "flax", "equinox")},
     **dict.fromkeys(("dp_accounting", "jax_privacy"), "privacy"),
-    **dict.fromkeys(("starlette", "uvicorn", "httpx", "cryptography", "Crypto"), "deploy"),
+    **dict.fromkeys(("starlette", "uvicorn", "httpx", "cryptography"), "deploy"),
     **dict.fromkeys(("fedrecon_device", "jax2onnx", "onnx", "onnxruntime", "flatbuffers"), "device"),
     "optuna": "tune",
 }

@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fedrecon._src.core.checks import check_rules
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
-from fedrecon._src.privacy.secure_sum.primitives import SECRET, add_mask, split
+from fedrecon._src.privacy.secure_sum.primitives import SECRET, SHARE, add_mask, split
+from fedrecon._src.privacy.secure_sum.sum_messages import ANSWERED, DROPPED, Hello
 from fedrecon._src.privacy.secure_sum.terms import (
     MessageError,
     Refusal,
@@ -72,7 +73,7 @@ def advertise(
     seed = os.urandom(SECRET)
     state = ClientState(terms, me, "share", seed, root=os.urandom(SECRET), cipher=os.urandom(32))
     commitment = primitives.derive(seed, terms.digest(), b"commitment", me)
-    return state, sum_messages.write_hello(terms, me, *_public_keys(state), commitment, signing_key)
+    return state, sum_messages.write_hello(terms, me, Hello(*_public_keys(state), commitment), signing_key)
 
 
 def _public_keys(state: ClientState) -> tuple[bytes, bytes]:
@@ -131,7 +132,7 @@ def mask(state: ClientState, delivery: bytes, vector: np.ndarray) -> tuple[Clien
             both = AESGCM(key).decrypt(text[: sum_messages.NONCE], text[sum_messages.NONCE :], digest)
         except InvalidTag:
             raise MessageError(f"the shares of client {other} are damaged, or for another client") from None
-        held[other] = (both[:SECRET], both[SECRET:])
+        held[other] = (both[:SHARE], both[SHARE:])
     if len(held) < terms.threshold:
         raise Refusal(f"{len(held)} of this circle shared, below the threshold {terms.threshold}: nothing is sent")
     masked = vector.copy()
@@ -153,13 +154,14 @@ def unmask(state: ClientState, request: bytes) -> tuple[ClientState, bytes]:
       request: the server's answer.
     """
     expect_step("unmask", state.stage, f"client {state.me}", Refusal)
-    requested = sum_messages.read_request(request, state.terms, state.me)
-    answered, threshold = dict(requested), state.terms.threshold
-    count, sent = sum(answered.values()), "its input was sent, so nothing is revealed"
-    twice = "the server asks for shares of a client twice; both its secrets would reveal its input"
+    # A client that is named twice is refused here: both its secrets would reveal its input.
+    requested = sum_messages.read_entries("request", request, state.terms, state.me)
+    answered = {client: flag == ANSWERED for client, flag in requested.items()}
+    threshold, count = state.terms.threshold, sum(answered.values())
+    sent = "its input was sent, so nothing is revealed"
     strangers = "the clients that the server asks about are not those that shared with this one"
     rules = {
-        twice: len(answered) == len(requested),
+        "the server asks for a kind of share that does not exist": set(requested.values()) <= {ANSWERED, DROPPED},
         strangers: set(answered) == set(state.held),
         f"the server says that client {state.me} did not answer; {sent}": answered.get(state.me),
         f"{count} clients of this client's circle answered, and the threshold is {threshold}": count >= threshold,
@@ -175,13 +177,13 @@ def pair_key(private: bytes, client: int, public: bytes, other: int, digest: byt
     return primitives.agree(private, public, digest, b"pair mask", min(client, other), max(client, other))
 
 
-def _check_circle(state: ClientState, circle: Mapping[int, sum_messages.Hello]) -> None:
-    least, most, hello = state.terms.threshold, state.terms.circle, circle.get(state.me)
+def _check_circle(state: ClientState, circle: Mapping[int, Hello]) -> None:
+    least, hello = state.terms.threshold, circle.get(state.me)
     keys = {key for each in circle.values() for key in (each.cipher, each.mask)}
     present = hello is not None and (hello.cipher, hello.mask) == _public_keys(state)
     rules = {
         f"the server's roster does not have client {state.me} with the keys that it advertised": present,
-        f"a circle of {len(circle)} clients; the terms allow {least} to {most}": least <= len(circle) <= most,
+        f"a circle of {len(circle)} clients; the terms allow {least} or more": len(circle) >= least,
         "two clients of the server's roster have the same key: it names one client twice": len(keys) == 2 * len(circle),
     }
     check_rules(rules, Refusal)

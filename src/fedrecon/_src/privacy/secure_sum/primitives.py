@@ -1,11 +1,13 @@
-"""Cryptography of a secure sum: keys and signatures, masks from ChaCha20, and Shamir's secret sharing."""
+"""Cryptography of a secure sum: keys, masks from ChaCha20, and Shamir's secret sharing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+import secrets
+from collections.abc import Mapping
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -54,85 +56,54 @@ def add_mask(total: np.ndarray, key: bytes, *, subtract: bool = False) -> None:
     """
     stream = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
     width = total.dtype.itemsize
-    combine = np.subtract if subtract else np.add
+    change = np.subtract if subtract else np.add
     for begin in range(0, len(total), len(_ZEROS) // width):
         part = total[begin : begin + len(_ZEROS) // width]
         mask = np.frombuffer(stream.update(_ZEROS[: len(part) * width]), total.dtype)
-        combine(part, mask, out=part)
+        change(part, mask, out=part)
 
 
-_POLYNOMIAL = (1 << 128) | 0b10000111  # irreducible: x**128 + x**7 + x**2 + x + 1
-SECRET = 16  # bytes of a secret, and of a share
+PRIME = 2**130 - 5  # of the field of Shamir's scheme
+SECRET, SHARE = 16, 17  # bytes of a secret, and of a share: any number below the prime
 
 
 def split(secret: bytes, threshold: int, holders: tuple[int, ...]) -> dict[int, bytes]:
     """Divide a secret among holders; any `threshold` of them can put it together.
 
-    The coefficients always come from the system's entropy; the library takes no other. No result depends on them.
+    The k-th holder's share is the value at k of a random polynomial of degree `threshold - 1`. At 0 it is the secret.
     """
-    shares = Shamir.split(threshold, len(holders), secret, False)
-    return {holder: value for holder, (_, value) in zip(holders, shares, strict=True)}
+    coefficients = [*(secrets.randbelow(PRIME) for _ in range(threshold - 1)), int.from_bytes(secret)]
+    shares = {}
+    for position, holder in enumerate(holders, 1):
+        value = 0
+        for coefficient in coefficients:
+            value = (value * position + coefficient) % PRIME
+        shares[holder] = value.to_bytes(SHARE)
+    return shares
 
 
-class Combiner:
-    """Puts secrets together from at least `threshold` shares of each; further ones are ignored.
+def combine(shares: Mapping[int, bytes], threshold: int, holders: tuple[int, ...]) -> bytes:
+    """Put a secret together from at least `threshold` shares; further ones are ignored. Wrong shares give any bytes.
 
-    The same as `Shamir.combine`, whose time grows with the square of the threshold (30 ms for 25). What depends only on
-    the positions of the shares is computed once, and used for every secret with shares at the same positions.
+    Args:
+      shares: by holder.
+      threshold: how many are needed.
+      holders: all that the secret was divided among, in the same order.
     """
-
-    def __init__(self, threshold: int) -> None:
-        """Begin without any positions."""
-        self._threshold = threshold
-        self._weights: list[dict[int, int]] = []  # for some positions, what shares at them are multiplied by
-
-    def combine(self, shares: Mapping[int, bytes], holders: tuple[int, ...]) -> bytes:
-        """Put a secret together.
-
-        Args:
-          shares: by holder.
-          holders: all that the secret was divided among, in the same order.
-        """
-        by_position = {k: shares[holder] for k, holder in enumerate(holders, 1) if holder in shares}
-        weights = next((weights for weights in self._weights if weights.keys() <= by_position.keys()), None)
-        if weights is None:
-            weights = _lagrange_weights(sorted(by_position)[: self._threshold])
-            self._weights.append(weights)
-        secret = 0
-        for position, weight in weights.items():
-            secret ^= _multiply(int.from_bytes(by_position[position], "big"), weight)
-        return secret.to_bytes(SECRET, "big")
+    positions = tuple(k for k, holder in enumerate(holders, 1) if holder in shares)[:threshold]
+    values = (int.from_bytes(shares[holders[position - 1]]) for position in positions)
+    value = sum(map(operator.mul, _lagrange_weights(positions), values)) % PRIME
+    return (value % 2 ** (8 * SECRET)).to_bytes(SECRET)
 
 
-def _lagrange_weights(positions: Sequence[int]) -> dict[int, int]:
+@functools.lru_cache(maxsize=64)  # the secrets of a circle have shares at the same positions
+def _lagrange_weights(positions: tuple[int, ...]) -> tuple[int, ...]:
     """Return what shares at these positions are multiplied by: Lagrange's polynomials at 0."""
-    weights = {}
+    weights = []
     for position in positions:
         above, below = 1, 1
         for other in positions:
             if other != position:
-                above, below = _multiply(above, other), _multiply(below, position ^ other)
-        weights[position] = _multiply(above, _invert(below))
-    return weights
-
-
-def _multiply(a: int, b: int) -> int:
-    """Multiply in the field of 2**128 elements in which `Shamir` computes."""
-    product = 0
-    while b:
-        if b & 1:
-            product ^= a
-        b >>= 1
-        a <<= 1
-        if a >> 128:
-            a ^= _POLYNOMIAL
-    return product
-
-
-def _invert(element: int) -> int:
-    """Return the multiplicative inverse: the power of 2**128 - 2."""
-    inverse = 1
-    for _ in range(127):
-        element = _multiply(element, element)
-        inverse = _multiply(inverse, element)
-    return inverse
+                above, below = above * other % PRIME, below * (other - position) % PRIME
+        weights.append(above * pow(below, -1, PRIME) % PRIME)
+    return tuple(weights)

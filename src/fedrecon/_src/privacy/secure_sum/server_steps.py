@@ -17,7 +17,8 @@ import numpy as np
 from fedrecon._src.core.checks import check_rules
 from fedrecon._src.privacy.secure_sum import primitives, sum_messages
 from fedrecon._src.privacy.secure_sum.client_steps import pair_key
-from fedrecon._src.privacy.secure_sum.primitives import Combiner, add_mask
+from fedrecon._src.privacy.secure_sum.primitives import add_mask, combine
+from fedrecon._src.privacy.secure_sum.sum_messages import ANSWERED, DROPPED
 from fedrecon._src.privacy.secure_sum.terms import (
     MessageError,
     SecureSumError,
@@ -89,7 +90,7 @@ def introduce(
         raise TooFewClients("advertise", len(by_client), terms.threshold)
     drawn = circles(by_client, terms.circle)
     rosters = {
-        client: sum_messages.write_roster(terms, client, [by_client[member].message for member in circle])
+        client: sum_messages.write_roster(terms, client, {member: by_client[member] for member in circle})
         for client, circle in drawn.items()
     }
     return SumState(terms, "deliver", by_client, drawn, refused=refused), rosters
@@ -142,7 +143,7 @@ def collect(state: SumState, masked: Incoming) -> tuple[SumState, Outgoing]:
     _check_left(state, answered, answered, "mask")
     after = replace(state, stage="total", answered=frozenset(answered), masked=total, refused=refused)
     requests = {
-        client: sum_messages.write_request(terms, client, _shares_to_reveal(after, client))
+        client: sum_messages.write_entries("request", terms, client, _shares_to_reveal(after, client))
         for client in sorted(answered)
     }
     return after, requests
@@ -164,26 +165,25 @@ def total(state: SumState, reveals: Incoming) -> Sum:
     revealed = dict(_readable(reveals, read, state.answered, refused))
     _check_left(state, state.answered, set(revealed), "unmask")
     assert state.masked is not None
-    result, combiner = state.masked.copy(), Combiner(terms.threshold)
-    digest = terms.digest()
+    result, digest = state.masked.copy(), terms.digest()
     for client in sorted(state.answered):
-        seed = _secret(state, client, revealed, combiner)
+        seed = _secret(state, client, revealed)
         add_mask(result, primitives.derive(seed, digest, b"own mask", client), subtract=True)
     # the masks that others have in common with a client that dropped out
     for client in sorted(state.shared - state.answered):
         if partners := [other for other in state.circles[client] if other in state.answered]:
-            private = primitives.mask_private(_secret(state, client, revealed, combiner), digest, client)
+            private = primitives.mask_private(_secret(state, client, revealed), digest, client)
             for other in partners:
                 key = pair_key(private, client, state.hellos[other].mask, other, digest)
                 add_mask(result, key, subtract=other < client)
     return Sum(result, tuple(sorted(state.answered)), refused)
 
 
-def _secret(state: SumState, client: int, revealed: Mapping[int, dict[int, bytes]], combiner: Combiner) -> bytes:
+def _secret(state: SumState, client: int, revealed: Mapping[int, dict[int, bytes]]) -> bytes:
     """Put together the seed of a client that answered, or the root of one that did not."""
     circle, digest, hello = state.circles[client], state.terms.digest(), state.hellos[client]
     shares = {holder: revealed[holder][client] for holder in circle if holder in revealed}
-    secret = combiner.combine(shares, circle)
+    secret = combine(shares, state.terms.threshold, circle)
     if client in state.answered:
         right = primitives.derive(secret, digest, b"commitment", client) == hello.commitment
     else:
@@ -196,8 +196,10 @@ def _secret(state: SumState, client: int, revealed: Mapping[int, dict[int, bytes
     return secret
 
 
-def _shares_to_reveal(state: SumState, client: int) -> dict[int, bool]:
-    return {other: other in state.answered for other in state.circles[client] if other in state.shared}
+def _shares_to_reveal(state: SumState, client: int) -> dict[int, bytes]:
+    """Return the entries of the request to a client."""
+    members = (other for other in state.circles[client] if other in state.shared)
+    return {other: ANSWERED if other in state.answered else DROPPED for other in members}
 
 
 def _present(state: SumState, client: int, among: Set[int]) -> int:

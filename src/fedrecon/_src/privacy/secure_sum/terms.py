@@ -43,7 +43,7 @@ class TooFewClients(SecureSumError):
         )
 
 
-MAGIC, VERSION = b"FRSS", 1
+MAGIC, VERSION = b"FRSS", 2
 _LAYOUT = struct.Struct(">4sB16sQQBII")
 WIDTHS: dict[int, np.dtype] = {32: np.dtype("<u4"), 64: np.dtype("<u8")}
 
