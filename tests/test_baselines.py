@@ -7,7 +7,9 @@ import pytest
 import fedrecon as fr
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.model import Model
+from fedrecon._src.core.split import at_most
 from fedrecon._src.recommend import baselines
+from fedrecon._src.recommend.cold_start import rating_baselines_after
 from fedrecon._src.recommend.round_zero import estimate_ratings
 from fedrecon.models import matrix_factorization
 
@@ -40,6 +42,13 @@ def test_means_by_hand():
     assert found.table["item mean"]["mae"] == pytest.approx((1 + 2) / 2)
     assert found.table["item mean"]["accuracy"] == 0
     assert baselines.rating_baselines(TRAIN, TEST, tolerance=1).table["item mean"]["accuracy"] == 0.5
+
+
+def test_after_so_many_ratings_baselines_are_as_if_measured_alone():
+    train, test = planted()
+    found = rating_baselines_after(baselines.fit_baselines(train, 60), test, fr.split.half())
+    few = baselines.rating_baselines(train, test, split=at_most(2, fr.split.half()), num_items=60).table
+    assert {name: row["after 2"] for name, row in found.items()} == {name: row["rmse"] for name, row in few.items()}
 
 
 def test_means_are_over_these_clients_alone():

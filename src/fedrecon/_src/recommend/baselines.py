@@ -6,7 +6,7 @@ Like the model under test, a baseline sees only a new user's support examples.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -23,6 +23,7 @@ PADDED_ENTRIES = 2**20  # examples that are split together
 
 
 Columns = Mapping[str, np.ndarray]  # of examples one after another: `client`, `item` and a number of each
+Predict = Callable[[Columns, Columns], dict[str, np.ndarray]]  # {baseline: ratings of the query} from support and query
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +96,7 @@ def rating_baselines(
     support, query = split_examples(test, split or half(), "rating")
     if not len(query["rating"]):
         raise ValueError("no client has query examples; use another split")
-    estimate = estimate_ratings(train, num_items, trait_passes=0, transform="none")
-    guesses = {
-        "global mean": np.full(len(query["rating"]), estimate.mean),
-        "item mean": np.clip(item_means(train, num_items)[query["item"]], estimate.low, estimate.high),
-        "item + user bias": estimate.restore(predict_by_biases(estimate, support, query)),
-    }
+    guesses = fit_baselines(train, num_items)(support, query)
     table = {name: rating_errors(guess, query["rating"], tolerance) for name, guess in guesses.items()}
     return BaselineResults(len(np.unique(query["client"])), len(query["rating"]), table)
 
@@ -145,6 +141,22 @@ def split_examples(clients: Clients, split: Split, *numbers: str) -> list[Column
 
 
 # ---- means and biases ----
+
+
+def fit_baselines(train: Clients, num_items: int) -> Predict:
+    """Fit the baselines, and return what predicts ratings of a query by each of them from a support.
+
+    Args:
+      train: with columns `item` and `rating`.
+      num_items: item ids are 0 to `num_items - 1`.
+    """
+    estimate = estimate_ratings(train, num_items, trait_passes=0, transform="none")
+    means = np.clip(item_means(train, num_items), estimate.low, estimate.high)
+    return lambda support, query: {
+        "global mean": np.full(len(query["item"]), estimate.mean),
+        "item mean": means[query["item"]],
+        "item + user bias": estimate.restore(predict_by_biases(estimate, support, query)),
+    }
 
 
 def item_means(train: Clients, num_items: int) -> np.ndarray:

@@ -111,15 +111,17 @@ def rate_after(
     return {name_after(k): measure(number) for number, k in enumerate(after)}
 
 
-def rating_baselines_after(train: Clients, clients: Clients, split: Split, num_items: int) -> dict[str, AfterExamples]:
-    """Return the RMSE of the simple baselines of ratings by how many ratings they see of a person."""
+def rating_baselines_after(predict: baselines.Predict, clients: Clients, split: Split) -> dict[str, AfterExamples]:
+    """Return the RMSE of the simple baselines of ratings, as they were fitted, by how many ratings they see."""
     chosen = _first_users(clients)
-    if not len(baselines.split_examples(chosen, split)[1]["item"]):
-        return {}
-    tables = {
-        k: baselines.rating_baselines(train, chosen, split=at_most(k, split), num_items=num_items).table for k in AFTER
-    }
-    return {name: {name_after(k): table[name]["rmse"] for k, table in tables.items()} for name in tables[0]}
+    rows: dict[str, AfterExamples] = {}
+    for k in AFTER:
+        support, query = baselines.split_examples(chosen, at_most(k, split), "rating")
+        if not len(query["rating"]):
+            return {}
+        for name, guess in predict(support, query).items():
+            rows.setdefault(name, {})[name_after(k)] = baselines.rating_errors(guess, query["rating"])["rmse"]
+    return rows
 
 
 def shrink_evidence(algorithm: Algorithm, params: Any, clients: Clients, split: Split) -> Any:

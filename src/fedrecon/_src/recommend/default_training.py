@@ -39,7 +39,7 @@ def prepare_training(config: Config, data: Any, progress: Progress = silent) -> 
     task = task_of(config)
     users = task.divide(config, data, progress)
     check_some_can_learn(config, task, users)
-    return task.prepare(config, data, users, task.legend(config, data))
+    return task.prepare(config, data, users, task.legend(config, data, users))
 
 
 def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | None, **options: Any) -> Run:

@@ -157,8 +157,8 @@ class Task(Protocol[C, D, L]):
     def load(self, config: C, progress: Progress) -> D:
         """Load the data that settings name."""
 
-    def legend(self, config: C, data: D) -> L:
-        """Return what the ids in the data stand for."""
+    def legend(self, config: C, data: D, users: Users | None = None) -> L:
+        """Return what the ids in the data stand for; `users` are the data's clients if they are divided already."""
 
     def divide(self, config: C, data: D, progress: Progress) -> Users:
         """Split the clients into those that train, validate and test."""

@@ -24,8 +24,8 @@ from fedrecon._src.privacy.accounting import Release
 from fedrecon._src.recommend import cold_start
 from fedrecon._src.recommend.baselines import (
     Columns,
+    fit_baselines,
     predict_by_biases,
-    rating_baselines,
     rating_errors,
     split_examples,
 )
@@ -186,12 +186,12 @@ class ItemsTask(Task[T, Ratings, Items]):
         """Load the data that settings name."""
         return load_ratings(config.data)
 
-    def legend(self, config: T, data: Ratings) -> Items:
+    def legend(self, config: T, data: Ratings, users: Users | None = None) -> Items:
         """Return what items are called, and how often training users have them.
 
         Whoever validates or tests leaves no trace in a saved model.
         """
-        train = self.divide(config, data, silent).train
+        train = (users or self.divide(config, data, silent)).train
         rows = rows_of(train.starts, train.ends)
         items, values = np.asarray(train.columns["item"])[rows], np.asarray(train.columns["rating"])[rows]
         ids, titles = np.asarray(data.item_ids), data.titles
@@ -345,9 +345,10 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
             return {}
         if train is None:
             return _known_baselines(config, items, support, query)
-        table = rating_baselines(train, measured, split=split, num_items=len(items)).table
-        after = cold_start.rating_baselines_after(train, measured, split, len(items))
-        return {name: {**row, **after.get(name, {})} for name, row in table.items()}
+        predict = fit_baselines(train, len(items))
+        after = cold_start.rating_baselines_after(predict, measured, split)
+        ratings = predict(support, query).items()
+        return {name: {**rating_errors(guess, query["rating"]), **after.get(name, {})} for name, guess in ratings}
 
     def advice(self, best: str, config: RatingsConfig) -> str:
         preset = "" if config.privacy.on or is_default(config) else "--preset default, "

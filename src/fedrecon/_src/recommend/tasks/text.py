@@ -161,7 +161,7 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
             advice = "This looks like a table: for ratings give --task ratings, for clicks --task clicks."
             raise DataError(f"{advice} {problem.message}", problem.fields, **problem.remedies) from None
 
-    def legend(self, config: TextConfig, corpus: Corpus) -> Vocabulary:
+    def legend(self, config: TextConfig, corpus: Corpus, users: Users | None = None) -> Vocabulary:
         """Return the vocabulary of so many words as settings ask for, or of all where there are fewer."""
         return corpus.vocabulary(min(config.model.vocabulary, len(corpus.words)), config.model.oov_buckets)
 
