@@ -21,7 +21,7 @@ from fedrecon._src.data import DataError, Ratings, Vocabulary, personal_text, sp
 from fedrecon._src.data.sentences import prompt_columns
 from fedrecon._src.recommend.evaluation_table import EvaluationTable, evaluate_saved, personal_predictions
 from fedrecon._src.recommend.personal_words import PersonalWords, Suggestion, expected_counts
-from fedrecon._src.recommend.ranking import Recommendation, top_items
+from fedrecon._src.recommend.ranking import top_items
 from fedrecon._src.recommend.saved_models import SavedModel, open_for
 from fedrecon._src.recommend.task import Users
 from fedrecon._src.recommend.tasks import CLICKS, RATINGS, TEXT, Items
@@ -161,42 +161,23 @@ class Recommender(_Served):
 
         Args:
           people: as for `reconstruct`.
-          n: how many items; fewer come back if fewer are left.
+          n: how many items; fewer come back if fewer are left. Of equal predictions, those of lower numbers come first.
           least_ratings: only items with at least this many ratings by training users; by default the model's setting.
-        """
-        clients, single = self._clients(people)
-        everyone = [
-            [
-                Recommended(self.items.ids[k].item(), self.items.title(k), float(score))
-                for k, score in zip(best.items, best.scores, strict=True)
-            ]
-            for best in self.recommend_numbers(clients, n, least_ratings)
-        ]
-        return everyone[0] if single else everyone
-
-    def recommend_numbers(
-        self, clients: Clients, n: int = 10, least_ratings: int | None = None
-    ) -> list[Recommendation]:
-        """Recommend items to clients, by the items' numbers.
-
-        If predictions are equal, the item with the lower number comes first.
-
-        Args:
-          clients: with columns `item` and `rating`, which are logarithms if the model has learned those.
-          n: how many items.
-          least_ratings: as for `recommend`.
         """
         check_number("least_ratings", least_ratings)
         least = self.saved.config.model.least_ratings if least_ratings is None else least_ratings
-        recommendations = []
+        (clients, single), items = self._clients(people), self.items
+        everyone: list[list[Recommended]] = []
         for part, scores, shown in self._every_score(clients):
-            if self.items.counts is not None:
-                scores[:, self.items.counts < least] = -np.inf
+            if items.counts is not None:
+                scores[:, items.counts < least] = -np.inf
             rows = rows_of(part.starts, part.ends)
             scores[np.repeat(np.arange(len(part)), part.sizes), part.columns["item"][rows]] = -np.inf
-            best = [top_items(row, n) for row in scores]
-            recommendations += [Recommendation(items, row[items]) for items, row in zip(best, shown, strict=True)]
-        return recommendations
+            everyone += [
+                [Recommended(items.ids[k].item(), items.title(k), float(ratings[k])) for k in top_items(row, n)]
+                for row, ratings in zip(scores, shown, strict=True)
+            ]
+        return everyone[0] if single else everyone
 
     # ---- inside ----
 
