@@ -11,7 +11,7 @@ from fedrecon._src.app import tuning
 from fedrecon._src.app.cli import main
 from fedrecon._src.app.cli.train import parse
 from fedrecon._src.app.tuning import SPACES, Trial, Tuned, seconds_of, what_mattered
-from fedrecon._src.recommend.config import DEFAULT, Data, RatingsConfig, change_settings
+from fedrecon._src.recommend.config import DEFAULT, Data, RatingsConfig, TextConfig, change_settings
 from fedrecon._src.recommend.default_training import train_algorithm
 
 pytestmark = pytest.mark.slow
@@ -133,6 +133,8 @@ def test_a_folder_that_is_not_ours_is_refused_before_anything_is_tried(tuned, tm
 def test_settings_of_another_kind_are_not_tuned():
     with pytest.raises(ValueError, match="around --preset default"):
         fr.recommend.tune(RatingsConfig(data=Data(source="x.csv")))
+    with pytest.raises(ValueError, match="`task`: must be one of ratings, clicks to be tuned"):
+        fr.recommend.tune(TextConfig())
 
 
 def test_what_goes_with_the_error_is_found():

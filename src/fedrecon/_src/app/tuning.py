@@ -27,6 +27,7 @@ from fedrecon._src.recommend.config import (
     ConfigError,
     Rule,
     change_settings,
+    check_choice,
     check_config,
     enforce,
     get_setting,
@@ -163,6 +164,7 @@ def tune(
 
     Raises:
       ImportError: optuna is not installed.
+      ConfigError: the settings are invalid, or nothing can be tuned around them.
       StorageError: the folder holds something else, or the results of an earlier tuning.
 
     Example:
@@ -175,7 +177,7 @@ def tune(
     length = seconds_of(budget) if isinstance(budget, str) else float(budget)
     if isinstance(config, str):
         config = change_settings(DEFAULT, {"data.source": config})
-    check_config(config)
+    check_choice("task", check_config(config).task, SPACES, " to be tuned")
     without = not getattr(config.model, "round_zero", True)
     rules = (
         Rule(without, "model.round_zero", "must be on: tuning tries settings around --preset default"),
