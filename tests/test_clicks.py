@@ -125,6 +125,7 @@ def test_recommendations_are_of_what_a_person_does_not_have(folder, capsys):
     (folder / "mine.csv").write_text("user,item\nme,i1\nme,i2\nme,i3\n")
     assert main(["recommend", str(folder / "run"), "--clicks", str(folder / "mine.csv"), "-n", "4", "--json"]) == 0
     [me] = json.loads(capsys.readouterr().out)["users"]
+    assert me["clicked"] == 3
     items = [one["item"] for one in me["recommendations"]]
     assert set(items) <= {f"i{k}" for k in range(10)} - {"i1", "i2", "i3"}
     in_python = fr.recommend.load(folder / "run").recommend({"i1": 1, "i2": 1, "i3": 1}, 4)

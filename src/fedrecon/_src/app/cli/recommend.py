@@ -84,18 +84,19 @@ def run(args: Recommend) -> int:
     assert ratings.names is not None  # a ratings file names its users
     advice = Recommender(model).recommend(ratings, args.top, least_ratings=args.least_ratings)
     everyone: list[dict[str, Any]] = []
+    verb = "rated" if model.task.name == "ratings" else "clicked"
     for name, size, items in zip(ratings.names, ratings.sizes, advice, strict=True):
         best = [{**item._asdict(), "rating": round(item.rating, 4)} for item in items]
-        everyone.append({"user": name.item(), "rated": int(size), "recommendations": best})
+        everyone.append({"user": name.item(), verb: int(size), "recommendations": best})
     if none := sum(not entry["recommendations"] for entry in everyone):
         least = model.config.model.least_ratings if args.least_ratings is None else args.least_ratings
-        reason = f"no other item was rated by {least} training users or more; try a lower --least-ratings"
+        reason = f"no other item was {verb} by {least} training users or more; try a lower --least-ratings"
         show.remark(f"users without recommendations: {none} of {len(everyone)}; {reason}")
     if args.json:
         print(json.dumps({"users": everyone, "left_out": dict(ratings.skipped)}))
         return 0
     for entry in everyone:
         if entry["recommendations"]:
-            title = f"for user {entry['user']}, {model.task.examples}: {entry['rated']:,}"
+            title = f"for user {entry['user']}, {model.task.examples}: {entry[verb]:,}"
             show.recommendations(title, entry["recommendations"])
     return 0
