@@ -16,7 +16,6 @@ from fedrecon._src.data.ratings import (
     collect_ratings,
     load_ratings,
     load_titles,
-    read_rows,
     read_titles,
 )
 from fedrecon._src.data.sources import (
@@ -148,8 +147,8 @@ def _read_edition(edition: Edition, stream: IO[bytes], path: Path, limits: dict[
     columns = dict(zip(("user", "item", "rating", "time"), edition.columns, strict=True))
     options: dict[str, Any] = {"header": isinstance(edition.columns[0], str), "encoding": edition.encoding}
     name, errors = f"{path}: {edition.ratings}", RowErrors("error")
-    rows = read_rows(TextTable(stream, name, delimiter=edition.delimiter, **options), columns, errors)
-    ratings = collect_ratings(rows, name, **limits)
+    table = TextTable(stream, name, delimiter=edition.delimiter, **options)
+    ratings = collect_ratings(table, columns, errors, **limits)
     with open_member(path, edition.movies) as movies:
         if movies is None:
             return ratings

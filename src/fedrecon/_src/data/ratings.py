@@ -271,38 +271,8 @@ def load_ratings(
     check_choice("duplicates", duplicates, get_args(Duplicates))
     columns = {"user": user, "item": item, "rating": rating, "time": time}
     with open_table(source, **text) as table:
-        rows = read_rows(table, columns, RowErrors(bad_rows), schema)
-        return collect_ratings(rows, table.source, duplicates, min_ratings, schema.item_ids, at_least)
-
-
-class RatingTable(NamedTuple):
-    """Ratings row by row, as read: `columns` numbers users and items, and `users` and `items` are their ids."""
-
-    columns: dict[str, np.ndarray]
-    users: np.ndarray
-    items: np.ndarray
-    bad_rows: int = 0
-    recognised: Mapping[str, str] = MappingProxyType({})
-
-
-def read_rows(
-    table: Table, columns: Mapping[str, Column | None], errors: RowErrors, schema: RatingsSchema = NO_SCHEMA
-) -> RatingTable:
-    """Read the rows of a table, a batch in memory at a time."""
-    match = find_columns(table, columns, schema.columns)
-    ids = {role: IdColumn(table.source, role, integers=not table.typed) for role in ("user", "item")}
-    kinds = {role: kind for role, kind in (("rating", "f4"), ("time", "i8")) if role in match.positions}
-    parts = {role: [np.empty(0, kind)] for role, kind in kinds.items()}
-    for values in _read_valid(table, match, errors, schema.rating_limits):
-        for role, column in ids.items():
-            column.add(values[role])
-        for role, kind in kinds.items():
-            parts[role].append(values[role].array.astype(kind, copy=False))
-    # one by one, so that not all are in memory twice
-    arrays = {role: np.concatenate(parts.pop(role)) for role in kinds}
-    (arrays["user"], users), (arrays["item"], items) = (column.finish() for column in ids.values())
-    arrays.setdefault("rating", np.ones(len(arrays["user"]), "f4"))
-    return RatingTable(arrays, users, items, errors.skipped["bad_rows"], match.recognised)
+        limits: dict[str, Any] = {"duplicates": duplicates, "min_ratings": min_ratings, "at_least": at_least}
+        return collect_ratings(table, columns, RowErrors(bad_rows), schema, **limits)
 
 
 def _read_valid(
@@ -354,49 +324,71 @@ def _describe_error(
 
 
 def collect_ratings(
-    rows: RatingTable,
-    source: str,
+    table: Table,
+    columns: Mapping[str, Column | None],
+    errors: RowErrors,
+    schema: RatingsSchema = NO_SCHEMA,
+    *,
     duplicates: Duplicates = "last",
     min_ratings: int = 1,
-    item_ids: np.ndarray | Sequence[Any] | None = None,
     at_least: float | None = None,
 ) -> Ratings:
-    """Group rows by user, number the items, and leave out what the options of `load_ratings` say."""
-    columns, items = dict(rows.columns), rows.items
-    skipped = {"bad_rows": rows.bad_rows, "unknown_items": 0}
+    """Read a table, group its rows by user, number the items, and leave out what the options of `load_ratings` say."""
+    match = find_columns(table, columns, schema.columns)
+    values, users, items = read_columns(table, match, errors, schema.rating_limits)
+    skipped = {"bad_rows": errors.skipped["bad_rows"], "unknown_items": 0}
 
     def leave_out(reason: str, mask: np.ndarray) -> None:
-        nonlocal columns
+        nonlocal values
         skipped[reason] = int(mask.sum())
         if skipped[reason]:
-            columns = {name: values[~mask] for name, values in columns.items()}
+            values = {name: column[~mask] for name, column in values.items()}
 
-    if item_ids is not None:
-        items = np.asarray(item_ids)
-        columns["item"] = _find_ids(items, rows.items)[columns["item"]]
-        leave_out("unknown_items", columns["item"] < 0)
-    before = len(columns["rating"])
-    columns = _drop_duplicates(columns, rows.users, items, source, duplicates)
-    skipped["duplicates"] = before - len(columns["rating"])
+    if schema.item_ids is not None:
+        known = np.asarray(schema.item_ids)
+        values["item"], items = _find_ids(known, items)[values["item"]], known
+        leave_out("unknown_items", values["item"] < 0)
+    before = len(values["rating"])
+    values = _drop_duplicates(values, users, items, table.source, duplicates)
+    skipped["duplicates"] = before - len(values["rating"])
     if at_least is not None:
-        leave_out("low_ratings", ~(columns["rating"] >= at_least))
-    sizes = np.bincount(columns["user"], minlength=len(rows.users))
-    leave_out("users_below_minimum", (sizes < min_ratings)[columns["user"]])
+        leave_out("low_ratings", ~(values["rating"] >= at_least))
+    sizes = np.bincount(values["user"], minlength=len(users))
+    leave_out("users_below_minimum", (sizes < min_ratings)[values["user"]])
     skipped["users_below_minimum"] = int(((sizes > 0) & (sizes < min_ratings)).sum())
-    check_left(len(columns["rating"]), source, "ratings", skipped)
-    if item_ids is None:
-        columns["item"], items = _drop_unused(columns["item"], items)
-    user, users = _drop_unused(columns.pop("user"), rows.users)
+    check_left(len(values["rating"]), table.source, "ratings", skipped)
+    if schema.item_ids is None:
+        values["item"], items = _drop_unused(values["item"], items)
+    user, users = _drop_unused(values.pop("user"), users)
     if (user[1:] < user[:-1]).any():
         order = np.argsort(user, kind="stable")
-        for name in columns:  # one by one, so that not all are in memory twice
-            columns[name] = columns[name][order]
+        for name in values:  # one by one, so that not all are in memory twice
+            values[name] = values[name][order]
     sizes = np.bincount(user, minlength=len(users))
     ends = np.cumsum(sizes)
     kinds = {"item": np.int32, "rating": np.float32, "time": np.int64}
-    columns = {name: columns[name].astype(kind, copy=False) for name, kind in kinds.items() if name in columns}
-    fields: dict[str, Any] = {"item_ids": items, "skipped": skipped, "recognised": dict(rows.recognised)}
-    return Ratings(columns=columns, starts=ends - sizes, ends=ends, names=users, **fields)
+    values = {name: values[name].astype(kind, copy=False) for name, kind in kinds.items() if name in values}
+    fields: dict[str, Any] = {"item_ids": items, "skipped": skipped, "recognised": dict(match.recognised)}
+    return Ratings(columns=values, starts=ends - sizes, ends=ends, names=users, **fields)
+
+
+def read_columns(
+    table: Table, match: ColumnMatch, errors: RowErrors, limits: RatingLimits | None
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Read the rows of a table, a batch in memory at a time; return columns of numbers, and ids of users and items."""
+    ids = {role: IdColumn(table.source, role, integers=not table.typed) for role in ("user", "item")}
+    kinds = {role: kind for role, kind in (("rating", "f4"), ("time", "i8")) if role in match.positions}
+    parts = {role: [np.empty(0, kind)] for role, kind in kinds.items()}
+    for values in _read_valid(table, match, errors, limits):
+        for role, column in ids.items():
+            column.add(values[role])
+        for role, kind in kinds.items():
+            parts[role].append(values[role].array.astype(kind, copy=False))
+    # one by one, so that not all are in memory twice
+    arrays = {role: np.concatenate(parts.pop(role)) for role in kinds}
+    (arrays["user"], users), (arrays["item"], items) = (column.finish() for column in ids.values())
+    arrays.setdefault("rating", np.ones(len(arrays["user"]), "f4"))
+    return arrays, users, items
 
 
 def _drop_unused(codes: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
