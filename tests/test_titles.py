@@ -35,13 +35,14 @@ def test_items_may_have_another_common_name(tmp_path):
         ("item,title\n1\n", "line 2: expected at least 2 fields, but there are 1"),
         ("item,title\n,a\n", "line 2: item '' must be"),
         ('item,title\n1,"' + "a" * 200_000, "is a quote left open?"),
+        ('{"item": 1, "title": "a"}\n', "holds JSON objects; expected a table, one row per line"),
     ],
 )
 def test_a_bad_file_of_titles_is_refused_with_a_sentence(tmp_path, text, message):
     with pytest.raises(DataError, match=re.escape(message)) as error:
         load_titles(write(tmp_path / "titles.csv", text))
     assert "titles.csv" in str(error.value)
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="is not a file; expected a table \\("):
         load_titles(tmp_path / "none.csv")
 
 

@@ -101,7 +101,7 @@ def open_table(source: Any, **options: Any) -> Iterator["Table"]:
         return
     name = "standard input" if str(source) == "-" else str(source)
     if not is_stream(source):
-        check_file(source, "a table of ratings (text or Parquet)")
+        check_file(source, "a table (text or Parquet)")
     with open_bytes(source) as stream:
         if Path(source).suffix not in (".parquet", ".pq") and stream.peek(4)[:4] != PARQUET:  # type: ignore[attr-defined]
             yield TextTable(stream, name, **options)
@@ -190,7 +190,7 @@ class TextTable:
         chunk = self._begin_data(skip_lines)
         first = chunk[: chunk.index("\n")]
         if _is_json_object(first):
-            raise JsonLinesError(f"{source} holds JSON objects; expected rows of user, item and rating")
+            raise JsonLinesError(f"{source} holds JSON objects; expected a table, one row per line")
         self._set_delimiter(delimiter or _find_delimiter(first, source), quoting)
         fields = self._split(self._convert(first))
         if not any(fields):
