@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from fedrecon._src.app.cli import main
 from fedrecon._src.data import sources as sources_module
-from fedrecon._src.data.ratings import read_rows
+from fedrecon._src.data.columns import find_columns
+from fedrecon._src.data.ratings import read_columns
 from fedrecon._src.data.sources import RowErrors
 from fedrecon._src.data.tables import TextTable
 from fedrecon.data import DataError, load, load_ratings
@@ -44,12 +45,12 @@ def outcome(lines, monkeypatch, delimiter, chunk, arrow):
             patch.setattr(TextTable, "_parse", lambda *_: None)
         try:
             table = TextTable(io.BytesIO("".join(lines).encode()), "f", delimiter=delimiter, header=True)
-            rows = read_rows(table, COLUMNS, RowErrors("skip"))
+            errors = RowErrors("skip")
+            columns, users, items = read_columns(table, find_columns(table, COLUMNS, {}), errors, None)
         except DataError as problem:
             return str(problem)
-    ids = {"user": rows.users, "item": rows.items}
-    columns = {name: ids[name][values] if name in ids else values for name, values in rows.columns.items()}
-    return {name: (str(values.dtype), values.tolist()) for name, values in columns.items()}, rows.bad_rows
+    columns |= {"user": users[columns["user"]], "item": items[columns["item"]]}
+    return {name: (str(values.dtype), values.tolist()) for name, values in columns.items()}, errors.skipped["bad_rows"]
 
 
 def listed(fields):
@@ -181,7 +182,7 @@ def test_chunks_of_any_size_give_the_same(write, monkeypatch):
         ("user;item;rating\n1;2;2,0\n", {}, "up to 3.4e+38, with a point for decimals"),
         ("user,item,rating\n1,2,\n", {}, "rating '' must be a finite number"),
         ("user,item,rating\n1,2,NaN\n", {}, "rating 'NaN' must be a finite number"),
-        ('{"client": "a", "text": "b c"}\n', {}, "holds JSON objects; expected rows of user, item and rating"),
+        ('{"client": "a", "text": "b c"}\n', {}, "holds JSON objects; expected a table, one row per line"),
         ("user,item,count\n1,2,many\n", {"rating": "auto"}, "which was detected as the rating column"),
     ],
 )  # fmt: skip

@@ -55,7 +55,7 @@ class DataError(ValueError):
       ...     fr.data.load_ratings("none.csv")
       ... except fr.data.DataError as error:
       ...     print(error)
-      none.csv is not a file; expected a table of ratings (text or Parquet). Check the path.
+      none.csv is not a file; expected a table (text or Parquet). Check the path.
 
     Attributes:
       message: what is wrong.
@@ -194,10 +194,10 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes] | None]:
 def check_encoding(encoding: str) -> str:
     """Return the name of an encoding that reads text from a file, without any byte order mark."""
     try:
-        codec = codecs.lookup(encoding)
-        text = getattr(codec, "_is_text_encoding", True) and codec.incrementaldecoder is not None
-        if text and codec.name.replace("_", "-") not in NOT_FOR_FILES:
-            return "utf-8-sig" if codec.name == "utf-8" else codec.name
+        name = codecs.lookup(encoding).name
+        io.TextIOWrapper(io.BytesIO(), name)  # refuses codecs that do not decode bytes to text, such as zlib
+        if name.replace("_", "-") not in NOT_FOR_FILES:
+            return "utf-8-sig" if name == "utf-8" else name
     except (LookupError, ValueError, TypeError):
         pass
     raise DataError(f"`encoding` must be a text encoding, such as utf-8, latin-1, cp1252 or utf-16 (got {encoding!r}).")
