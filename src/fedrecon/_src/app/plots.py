@@ -16,23 +16,20 @@ EXPLODES = 100  # times the lowest loss: a curve that diverges is drawn in logar
 SMOOTHED = 20  # rounds of the running mean, at most a tenth of the run
 
 
-def learning_curve(
-    records: Sequence[Mapping[str, Any]], path: Path, measures: Sequence[Measure], title: str = "Learning curve"
-) -> None:
+def learning_curve(records: Sequence[Mapping[str, Any]], path: Path, measures: Sequence[Measure]) -> None:
     """Draw the loss of every round, and two metrics of every evaluation, to a PNG file.
 
     Args:
       records: a run's history, as in `metrics.jsonl`.
       path: the file; its folder is created.
       measures: the metrics, at most two.
-      title: goes above the picture.
     """
     from matplotlib.figure import Figure
 
     rounds = [record for record in records if record["kind"] == "round"]
     evaluations = [record for record in records if record["kind"] == "evaluation" and not record.get("fallback")]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle("Learning curve")
     left, right = figure.subplots(1, 2)
     _draw_loss(left, _column(rounds, "round"), _column(rounds, "loss"))
     _draw_evaluations(right, evaluations, measures)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedrecon._src.app.cli import FAILED, options, show
+from fedrecon._src.app.cli import options, show
 from fedrecon._src.recommend.config import DEFAULT, change_settings
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ parse = partial(options.parse, Demo, "demo")
 
 def run(args: Demo) -> int:
     """Train, compare, recommend."""
-    from fedrecon._src.app.cli.train import TrainRatings, train_and_show
-    from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.recommend.tasks import RATINGS
+    from fedrecon._src.app.cli.train import TrainRatings, train_and_report
     from fedrecon._src.storage.atomic import StorageError
     from fedrecon._src.storage.run_folder import RunFolder
 
@@ -53,31 +50,20 @@ def run(args: Demo) -> int:
     with folder.lock():
         if folder.has_run() and folder.description().get("made_by") != "demo":
             raise StorageError(f"{args.out} holds a run that is not a demo; give another folder with --out")
-    outcome = train_and_show(TrainRatings(settings=config, overwrite=True), folder, RATINGS, made_by="demo")
-    curve = folder.plots_path / "learning_curve.png"
-    learning_curve(outcome.run.history, curve, RATINGS.curve, title=f"FedRecon on {args.data}")
-    if outcome.run.interrupted:
-        show.remark(f"stopped after {outcome.run.rounds} rounds; the model so far is saved in {args.out}")
-        return 130
-    if outcome.model.failed is not None:
-        show.alarm(f"training failed: {outcome.model.failed}")
-        return FAILED
+    outcome, code = train_and_report(TrainRatings(settings=config, out=args.out, overwrite=True), made_by="demo")
+    if code:
+        return code
     if outcome.test is None:
         raise ValueError(f"{args.data} has too few users: none is left to test on")
     _compare(outcome, outcome.test)
     _recommend(outcome)
-    print(f"learning curve: {curve}")
-    out = shlex.quote(str(args.out))
-    show.following(
-        f"recommend {out} --ratings FILE   (columns user, item, rating)",
-        f"page {out}   (rate films in your browser; nothing leaves it)",
-    )
+    show.following(f"page {shlex.quote(str(args.out))}   (rate films in your browser; nothing leaves it)")
     return 0
 
 
 def _compare(outcome: ExperimentResult, test: Evaluation) -> None:
-    """Compare the model with the baselines, and with itself without reconstruction."""
-    from fedrecon._src.recommend.evaluation_table import compare_with_baselines, without_reconstruction
+    """Compare the model with itself without reconstruction."""
+    from fedrecon._src.recommend.evaluation_table import without_reconstruction
     from fedrecon._src.recommend.recipe import make_evaluator
     from fedrecon._src.recommend.tasks import RATINGS
 
@@ -85,13 +71,9 @@ def _compare(outcome: ExperimentResult, test: Evaluation) -> None:
     evaluator = make_evaluator(config, without_reconstruction(config, len(outcome.model.legend)), users, part="test")
     assert evaluator is not None  # there are test users
     initial = evaluator(outcome.run.params)
-    rows: dict[str, Mapping[str, float]] = {"FedRecon, reconstructed from half of a user's ratings": test.micro}
-    rows |= {f"baseline: {name}": row for name, row in outcome.baselines.items()}
-    rows |= {"the same model without reconstruction": initial.micro}
-    title = f"{len(users.test)} people who took no part in training, measured on the other half of their ratings"
-    show.metrics(title, RATINGS.measures, rows)
+    rows = {"reconstructed from half of a person's ratings": test.micro, "without reconstruction": initial.micro}
+    show.metrics(f"{len(users.test)} test users, measured on the other half of their ratings", RATINGS.measures, rows)
     print("accuracy: predictions within half a star of the rating")
-    print(compare_with_baselines(test, outcome.baselines, config) or "")
 
 
 def _recommend(outcome: ExperimentResult) -> None:

@@ -19,7 +19,6 @@ from fedrecon._src.recommend.config import Rule, to_json
 if TYPE_CHECKING:
     from fedrecon._src.app.experiment import ExperimentResult
     from fedrecon._src.recommend.tasks import Task
-    from fedrecon._src.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,51 +131,50 @@ def start_processes(args: Train) -> None:
 
 
 def run(args: Train) -> int:
-    """Train, evaluate on the test users, and print the next steps."""
-    from fedrecon._src.app.plots import learning_curve
-    from fedrecon._src.recommend.tasks import task_of
-    from fedrecon._src.simulation.multihost import is_first_process
-    from fedrecon._src.storage.run_folder import RunFolder
-
-    assert args.out is not None
+    """Train, and report."""
     if not args.settings.data.source:
         raise options.UsageError(f"--resume: there is no run in {args.resume}")
     start_processes(args)
-    folder, task = RunFolder(args.out), task_of(args.settings)
-    outcome = train_and_show(args, folder, task)
+    return train_and_report(args)[1]
+
+
+def train_and_report(args: Train, made_by: str = "train") -> tuple[ExperimentResult, int]:
+    """Train, evaluate on the test users, and print the next steps; return the result and the exit code.
+
+    The first process shows progress and writes the log.
+    """
+    from fedrecon._src.app.experiment import run_experiment
+    from fedrecon._src.app.logs import log_to
+    from fedrecon._src.app.plots import learning_curve
+    from fedrecon._src.core.display import bars
+    from fedrecon._src.recommend.tasks import task_of
+    from fedrecon._src.simulation.multihost import is_first_process
+    from fedrecon._src.simulation.training import Callback, RecordCallback
+    from fedrecon._src.storage.run_folder import RunFolder
+
+    assert args.out is not None
+    config, folder, task = args.settings, RunFolder(args.out), task_of(args.settings)
+    modes: dict[str, Any] = {"resume": args.resume is not None, "overwrite": args.overwrite, "made_by": made_by}
+    with contextlib.ExitStack() as stack:
+        if is_first_process():
+            # With patience, validation clients are evaluated before the first round.
+            first = 0 if config.patience is not None else config.evaluate_every or config.rounds
+            callbacks: list[Callback] = [RecordCallback(lambda record: show.progress_of(record, task.measures, first))]
+            if args.log is not None:
+                callbacks.append(stack.enter_context(log_to(args.log, folder.path, to_json(config))))
+            modes |= {"progress": bars, "callbacks": callbacks, "say": show.remark}
+        outcome = run_experiment(config, folder, **modes)
+    failed = outcome.model.failed
     if is_first_process():
         curve = task.shown(task.curve, outcome.model.config)
         learning_curve(outcome.run.history, folder.plots_path / "learning_curve.png", curve)
-        if outcome.model.failed is not None:
-            show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {outcome.model.failed}")
+        if failed is not None:
+            show.alarm(f"training {'fails' if outcome.run.interrupted else 'failed'}: {failed}")
         if outcome.run.interrupted:
             _say_how_to_continue(args.out, outcome, replaced=args.overwrite)
         else:
             _report(args.out, outcome, task)
-    return 130 if outcome.run.interrupted else 0 if outcome.model.failed is None else FAILED
-
-
-def train_and_show(
-    args: Train, folder: RunFolder, task: Task[Any, Any, Any], made_by: str = "train"
-) -> ExperimentResult:
-    """Train; the first process shows progress and writes the log."""
-    from fedrecon._src.app.experiment import run_experiment
-    from fedrecon._src.app.logs import log_to
-    from fedrecon._src.core.display import bars
-    from fedrecon._src.simulation.multihost import is_first_process
-    from fedrecon._src.simulation.training import Callback, RecordCallback
-
-    config = args.settings
-    modes: dict[str, Any] = {"resume": args.resume is not None, "overwrite": args.overwrite, "made_by": made_by}
-    if not is_first_process():
-        return run_experiment(config, folder, **modes)
-    # With patience, validation clients are evaluated before the first round.
-    first = 0 if config.patience is not None else config.evaluate_every or config.rounds
-    callbacks: list[Callback] = [RecordCallback(lambda record: show.progress_of(record, task.measures, first))]
-    with contextlib.ExitStack() as stack:
-        if args.log is not None:
-            callbacks.append(stack.enter_context(log_to(args.log, folder.path, to_json(config))))
-        return run_experiment(config, folder, **modes, progress=bars, callbacks=callbacks, say=show.remark)
+    return outcome, 130 if outcome.run.interrupted else 0 if failed is None else FAILED
 
 
 def _say_how_to_continue(out: Path, outcome: ExperimentResult, replaced: bool) -> None:
