@@ -3,8 +3,10 @@
 import contextlib
 import json
 import resource
+import shutil
 import ssl
 import stat
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import yaml
 
 from deployed import Waiting, files_of, grid_of, node_of
 from fedrecon._src.app.cli import FAILED, join, main, serve
+from fedrecon._src.deploy.admission import read_private_key
 from fedrecon._src.deploy.certificates import KeyExists, make_node
 from fedrecon._src.deploy.messages import Envelope, pack, unpack
 from fedrecon._src.deploy.plan import is_prefix
@@ -134,6 +137,14 @@ def test_certificates_that_do_not_belong_together_are_refused(tmp_path, capsys):
     refused("server.key is damaged")
     (one / "server.key").unlink()
     refused("server.key is missing")
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_an_encrypted_key_of_a_node_is_refused(tmp_path):
+    options = ["-q", "-t", "ed25519", "-N", "secret", "-f", str(tmp_path / "north.key")]
+    subprocess.run(["ssh-keygen", *options], check=True)
+    with pytest.raises(ValueError, match=r"north.key is damaged, or is not an unencrypted private Ed25519 key"):
+        read_private_key(tmp_path / "north.key")
 
 
 def test_half_a_pair_of_keys_is_never_left(tmp_path, capsys):
@@ -394,7 +405,7 @@ def test_keys_makes_a_secret_for_tokens_and_keys_of_a_helper_once(tmp_path, caps
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("tokens.key", "helper.key")] == [0o600] * 2
     assert main(["keys", str(tmp_path), "--tokens"]) == 1
     assert "never replaced" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="is not a PEM file with a helper's key"):
+    with pytest.raises(ValueError, match="is not a helper's key"):
         read_helper(tmp_path / "server.key")
     (tmp_path / "tokens.key").write_text("short")
     with pytest.raises(ValueError, match="hexadecimal"):

@@ -111,7 +111,7 @@ def test_ratings_far_outside_count_as_little_on_nodes_as_in_the_simulation(files
         nodes = [plan.read_file(part).users.train for part in parts]
         answers = [zero.answer(zero.from_bytes(zero.to_bytes(state)), clients) for clients in nodes]
         state = zero.advance(state, {name: sum(answer[name] for answer in answers) for name in answers[0]})
-    found = plan.prepared(zero.read_result(zero.to_bytes(state))).config.model.scale
+    found = plan.prepared(zero.to_bytes(state)).config.model.scale
     ratings = fr.data.load(union, schema=fr.data.RatingsSchema(np.arange(100, 100 + ITEMS)))
     expected = RATINGS.prepare(plan.config, ratings, users, plan.legend).config.model.scale
     assert state.estimate.outliers > 0
@@ -305,7 +305,13 @@ def test_a_server_cannot_invent_a_node(files, signing_keys, tmp_path):
 
 def test_a_node_without_a_key_is_in_no_list(signing_keys):
     lines = lines_of(signing_keys[:3])
-    for nodes, sentence in ((lines, "not among them"), ((*lines, ""), "'' is not a public Ed25519 key")):
+    others = {
+        (): "not among them",
+        ("",): "'' is damaged, or is not a public",
+        ("ssh-new AA",): "'ssh-new AA' is damaged",
+    }
+    for more, sentence in others.items():
+        nodes = (*lines, *more)
         plan = plan_of(SIGNED, secure=True, least_nodes=2, nodes=nodes)
         with pytest.raises(ValueError, match=sentence):
             admission.number_in_plan(plan, None, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fedrecon._src.deploy.plan import Plan
 
 SECRET_BYTES = 32
+MOST_KEY = 2**16  # bytes of a file with a key
 LONGEST = 3650 * 86_400  # seconds for which a token may be valid
 MOST_BUDGETS = 100_000  # after which budgets that are full again are forgotten
 _DEVICE = re.compile("[A-Za-z0-9_-]{1,64}")
@@ -175,24 +177,28 @@ def read_private_key(path: Path) -> Any:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-    return _load(
-        lambda: load_ssh_private_key(path.read_bytes(), None), Ed25519PrivateKey, str(path), "an unencrypted private"
-    )
+    what = "an unencrypted private Ed25519 key"
+    return read_key(path, lambda content: load_ssh_private_key(content, None), Ed25519PrivateKey, what)
 
 
-def _load(load: Callable[[], Any], kind: type, name: str, half: str) -> Any:
-    """Return the key that a function of `cryptography` reads.
+def read_key(
+    path: Path, load: Callable[[bytes], Any], kind: type = object, what: str = "an unencrypted private key"
+) -> Any:
+    """Return the key or certificate that a function of `cryptography` reads from a file.
 
     Raises:
       ValueError: it cannot be read, or is of another kind.
     """
-    try:
-        key = load()
-    except ValueError as error:
-        key = error
-    if not isinstance(key, kind):
-        raise ValueError(f"{name} is not {half} Ed25519 key ({key}); make one with fedrecon keys")
-    return key
+    return _load_key(read_bytes(path, MOST_KEY), load, kind, str(path), what)
+
+
+def _load_key(content: bytes, load: Callable[[bytes], Any], kind: type, name: str, what: str) -> Any:
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    with contextlib.suppress(ValueError, TypeError, UnsupportedAlgorithm):  # OpenSSL's own reasons do not help
+        if isinstance(key := load(content), kind):
+            return key
+    raise ValueError(f"{name} is damaged, or is not {what}; fedrecon keys makes one")
 
 
 def read_public_keys(folder: Path) -> tuple[str, ...]:
@@ -257,7 +263,8 @@ def _load_public(line: str) -> Any:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-    return _load(lambda: load_ssh_public_key(line.encode()), Ed25519PublicKey, f"{line[:60]!r}", "a public")
+    content, what = line.encode(errors="replace"), "a public Ed25519 key"
+    return _load_key(content, load_ssh_public_key, Ed25519PublicKey, f"{line[:60]!r}", what)
 
 
 # ---- signed requests ----

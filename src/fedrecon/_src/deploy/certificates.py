@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrecon._src.deploy.admission import SECRET_BYTES
-from fedrecon._src.storage.atomic import write_bytes, write_errors
+from fedrecon._src.deploy.admission import SECRET_BYTES, read_key
+from fedrecon._src.storage.atomic import write_errors
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -54,7 +53,7 @@ def make_node(folder: Path, name: str) -> Path:
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(formats.Encoding.PEM, formats.PrivateFormat.OpenSSH, formats.NoEncryption())
     public = key.public_key().public_bytes(formats.Encoding.OpenSSH, formats.PublicFormat.OpenSSH)
-    return _write_pair(folder / f"{name}.key", private, folder / f"{name}.pub", public + b"\n")
+    return _write_keys(folder, {f"{name}.key": private, f"{name}.pub": public + b"\n"})
 
 
 def make_helper(folder: Path) -> Path:
@@ -65,7 +64,7 @@ def make_helper(folder: Path) -> Path:
     key = X25519PrivateKey.generate()
     private = key.private_bytes(formats.Encoding.PEM, formats.PrivateFormat.PKCS8, formats.NoEncryption())
     public = key.public_key().public_bytes_raw().hex() + "\n"
-    return _write_pair(folder / "helper.key", private, folder / "helper.pub", public.encode())
+    return _write_keys(folder, {"helper.key": private, "helper.pub": public.encode()})
 
 
 def read_helper(path: Path) -> X25519PrivateKey:
@@ -73,16 +72,12 @@ def read_helper(path: Path) -> X25519PrivateKey:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    what = "a helper's key; fedrecon keys --helper makes one"
-    return _read(path, lambda content: load_pem_private_key(content, None), X25519PrivateKey, what)
+    return read_key(path, lambda content: load_pem_private_key(content, None), X25519PrivateKey, "a helper's key")
 
 
 def make_token_secret(folder: Path) -> Path:
     """Make `tokens.key`, the secret that the coordinator shares with the backend that vouches for devices."""
-    path = folder / "tokens.key"
-    _check_new(path)
-    write_bytes(path, secrets.token_hex(SECRET_BYTES).encode() + b"\n", mode=0o600)
-    return path
+    return _write_keys(folder, {"tokens.key": secrets.token_hex(SECRET_BYTES).encode() + b"\n"})
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
@@ -102,11 +97,10 @@ def check_node(folder: Path, name: str) -> None:
 def check_server(certificate: Path, key: Path, authority: Path) -> None:
     """Raise a `ValueError` unless nodes that trust the authority can trust a server with this certificate and key."""
     from cryptography.exceptions import InvalidSignature
-    from cryptography.x509 import load_pem_x509_certificate
 
     issued, _ = _read_pair(certificate, key)
     try:
-        issued.verify_directly_issued_by(_read(authority, load_pem_x509_certificate))
+        issued.verify_directly_issued_by(_read_certificate(authority))
     except (ValueError, TypeError, InvalidSignature):
         raise ValueError(f"{certificate} was not signed by {authority}, so no node would trust this server") from None
 
@@ -146,7 +140,7 @@ def _make_certificate(folder: Path, name: str, issuer: tuple[Any, Any] | None, h
         builder = builder.add_extension(server_only, critical=False)
     certificate = builder.sign(signer, hashes.SHA256()).public_bytes(formats.Encoding.PEM)
     private = key.private_bytes(formats.Encoding.PEM, formats.PrivateFormat.PKCS8, formats.NoEncryption())
-    return _write_pair(folder / f"{name}.key", private, folder / f"{name}.crt", certificate)
+    return _write_keys(folder, {f"{name}.key": private, f"{name}.crt": certificate})
 
 
 def _is_address(host: str) -> bool:
@@ -158,26 +152,18 @@ def _is_address(host: str) -> bool:
 
 def _read_pair(certificate: Path, key: Path) -> tuple[Any, Any]:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    from cryptography.x509 import load_pem_x509_certificate
 
-    public = _read(certificate, load_pem_x509_certificate)
-    private = _read(key, lambda content: load_pem_private_key(content, None))
+    public = _read_certificate(certificate)
+    private = read_key(key, lambda content: load_pem_private_key(content, None))
     if private.public_key() != public.public_key():
         raise ValueError(f"{key} is not the key of {certificate}; use two files that were made together")
     return public, private
 
 
-def _read(
-    path: Path, load: Callable[[bytes], Any], kind: type = object, what: str = "a certificate or an unencrypted key"
-) -> Any:
-    """Return what a function of `cryptography` reads from a PEM file, if it is of this kind."""
-    problem = "is missing; make it with fedrecon keys, or put it back"
-    if path.is_file():
-        problem = f"is damaged, or is not a PEM file with {what}"
-        with contextlib.suppress(ValueError, TypeError):  # OpenSSL's own reasons do not help
-            if isinstance(content := load(path.read_bytes()), kind):
-                return content
-    raise ValueError(f"{path} {problem}")
+def _read_certificate(path: Path) -> Any:
+    from cryptography.x509 import load_pem_x509_certificate
+
+    return read_key(path, load_pem_x509_certificate, what="a certificate")
 
 
 def _check_new(*paths: Path) -> None:
@@ -186,20 +172,21 @@ def _check_new(*paths: Path) -> None:
             raise KeyExists(f"{path} exists; keys are never replaced. Move it away, or use another folder.")
 
 
-def _write_pair(key: Path, private: bytes, public: Path, content: bytes) -> Path:
-    """Write a private key and its public part: both or, if one cannot be written, neither."""
-    _check_new(key, public)
-    key.parent.mkdir(parents=True, exist_ok=True)
-    for path, data, mode in ((key, private, 0o600), (public, content, 0o644)):
-        with write_errors(path):
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            try:
-                with open(handle, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except BaseException:
-                key.unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-                raise
-    return public
+def _write_keys(folder: Path, contents: Mapping[str, bytes]) -> Path:
+    """Write new files, all or, if one cannot be written, none; only their owner may read `*.key`. Return the last."""
+    paths, written = [folder / name for name in contents], list[Path]()
+    _check_new(*paths)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for path, content in zip(paths, contents.values(), strict=True):
+            mode = 0o600 if path.suffix == ".key" else 0o644
+            with write_errors(path), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                written.append(path)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        for path in written:
+            path.unlink()
+        raise
+    return paths[-1]
