@@ -238,7 +238,7 @@ def test_all_of_round_zero_is_accounted_for_and_one_question_twice(files):
     assert sum(cost[:4]) == pytest.approx(plan.round_zero_noise**-2)
     assert cost[4] == max(cost[:4])
     assert releases[-1] == plan.release._replace(rounds=2)
-    result = plan.zero.read_result(plan.zero.to_bytes(ask_round_zero(plan.zero, nodes)))
+    result = plan.zero.to_bytes(ask_round_zero(plan.zero, nodes))
     assert plan.prepared(result).release == plan.release
 
 

@@ -216,10 +216,9 @@ class _Nodes(NodeRegistry):
             state = plan_privacy.advance_round_zero(zero, state, parts, nodes)
             # With noise, nodes hardly answer a question twice: after a restart, the next one is asked.
             write_manifest(file, ROUND_ZERO_FORMAT, {"state": base64.b64encode(zero.to_bytes(state)).decode()})
-        result = zero.read_result(zero.to_bytes(state))
-        self.round_zero = result.data
-        self.say(zero.describe(result))
-        return plan.prepared(result)
+        self.round_zero = zero.to_bytes(state)
+        self.say(zero.describe(zero.read_result(self.round_zero)))
+        return plan.prepared(self.round_zero)
 
     def ledger(self) -> Ledger | None:
         """Return what was spent so far; None without noise."""

@@ -100,7 +100,7 @@ class Gateway:
         if registry is None or registry.run_id != message.run or registry.round_zero != result:
             registry = NodeRegistry(self.plan, self.channel, self.pace, message.run, self.say)
             if result and self.plan.zero is not None:
-                registry.plan = self.plan.prepared(self.plan.zero.read_result(result))
+                registry.plan = self.plan.prepared(result)
                 registry.round_zero = result
             self._registry = registry
         registry.done = message.round

@@ -244,7 +244,7 @@ class Node:
             self.memory.begin(message.run)
             self.say(f"joined run {message.run} of plan {message.plan[:16]}")
         if result and membership.agreed.zero is not None:
-            plan = membership.agreed.prepared(membership.agreed.zero.read_result(result))
+            plan = membership.agreed.prepared(result)
             if plan is not membership.plan:
                 users = plan.view(membership.data.users)
                 self._membership = _Membership(membership.agreed, plan, membership.data, users, membership.number)

@@ -26,7 +26,8 @@ from fedrecon._src.deploy import plan_privacy
 from fedrecon._src.privacy.accounting import LEAST_NOISE, MOST_NOISE, Release
 from fedrecon._src.privacy.ledger import NOT_COVERED
 from fedrecon._src.recommend.config import ConfigError, Rule, check_config, enforce
-from fedrecon._src.recommend.round_zero import Result, RoundZero
+from fedrecon._src.recommend.estimate import State
+from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.evaluation import Evaluator
 from fedrecon._src.storage.atomic import StorageError, read_bytes, write_bytes
@@ -140,7 +141,7 @@ class Plan(PlanOptions, abc.ABC):
       users: with noise, roughly how many users all nodes have together; sums are divided by `share` of this number.
       round_zero_noise: the noise multiplier of one release that costs as much as asking each question of round zero
         once; 0 without noise.
-      result: of round zero. It is not part of the agreement: the digest does not depend on it.
+      result: the last state of round zero. It is not part of the agreement: the digest does not depend on it.
 
     Example:
       >>> fr.deploy.Plan.from_bytes(b"{}")
@@ -153,7 +154,7 @@ class Plan(PlanOptions, abc.ABC):
     lengths: Lengths
     clip_norm: float | None = None
     delta: float | None = None
-    result: Result | None = None
+    result: State | None = None
 
     def rules(self) -> Iterator[Rule]:
         """Yield the rules for options that must fit together."""
@@ -196,8 +197,12 @@ class Plan(PlanOptions, abc.ABC):
         """Whether round zero comes first."""
         return self.zero is not None and self.result is None
 
-    def prepared(self, result: Any) -> Plan:
-        """Return the plan with the result of round zero; its digest stays."""
+    def prepared(self, result: bytes) -> Plan:
+        """Return the plan with the result of round zero, given as bytes; its digest stays.
+
+        Raises:
+          StateError, WireError: the bytes are nothing that round zero can end with.
+        """
         raise PlanError("this plan has no round zero")
 
     def participants(self, users: Clients, number: int) -> Clients:

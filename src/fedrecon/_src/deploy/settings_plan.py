@@ -27,7 +27,7 @@ from fedrecon._src.privacy.accounting import Release, noise_for
 from fedrecon._src.recommend.config import Config, Reading, change_settings, config_from_json, to_json
 from fedrecon._src.recommend.protection import Population, build_private, build_secure, round_zero_noise, with_rule
 from fedrecon._src.recommend.recipe import make_evaluator
-from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, Result, RoundZero
+from fedrecon._src.recommend.round_zero import OVERFLOW_ROOM, RoundZero
 from fedrecon._src.recommend.saved_models import SavedModel
 from fedrecon._src.recommend.stopping import warn_of_divergence
 from fedrecon._src.recommend.task import split_users
@@ -78,7 +78,7 @@ class SettingsPlan(Plan):
         """Round zero, if there is one."""
         return self.task.round_zero(self.config, len(self.legend), self)
 
-    def prepared(self, result: Result) -> SettingsPlan:
+    def prepared(self, result: bytes) -> SettingsPlan:
         """Return the plan with the result of round zero in settings, legend and model; its digest stays."""
         return _prepared(self, result)
 
@@ -139,8 +139,10 @@ class SettingsPlan(Plan):
 
 
 @functools.lru_cache(maxsize=8)
-def _prepared(plan: SettingsPlan, result: Result) -> SettingsPlan:
+def _prepared(plan: SettingsPlan, data: bytes) -> SettingsPlan:
     """Prepare a plan, once for all nodes of a process, so that what is compiled for it is compiled once."""
+    assert plan.zero is not None
+    result = plan.zero.read_result(data)
     config, legend, _ = plan.task.start(plan.config, plan.legend, result)
     ready = dataclasses.replace(plan, config=config, legend=legend, result=result)
     ready.__dict__["content"] = plan.content  # the agreement

@@ -215,6 +215,11 @@ class State(NamedTuple):
         return self.answered >= len(self.questions)
 
     @property
+    def num_examples(self) -> int:
+        """How many examples all clients have."""
+        return round(float(self.estimate.item_count.sum()))
+
+    @property
     def visible_counts(self) -> np.ndarray:
         """The counts of items; with noise, 0 for items that it hides."""
         count = self.estimate.item_count

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -255,51 +255,23 @@ class RoundZero:
         estimate = Estimate(*(numbers[name] for name in Estimate._fields))
         return State(start.questions, answered, estimate, RatingRange(first, last), bounds)
 
-    def read_result(self, data: bytes) -> Result:
-        """Read the last state, when all questions were answered.
+    def read_result(self, data: bytes) -> State:
+        """Read the last state, when all questions were answered: the result.
 
         Raises:
           StateError, WireError: the bytes are nothing that this round zero can end with.
         """
-        return self.result(self.from_bytes(data), data)
-
-    def result(self, state: Any, data: bytes | None = None) -> Result:
-        """Return what the last state says.
-
-        Args:
-          state: after all questions.
-          data: the same as bytes, if they are there already.
-        """
-        if not state.done or not state.estimate.item_count.sum() >= 1:
+        state = self.from_bytes(data)
+        if not state.done or state.num_examples < 1:
             raise StateError("round zero is not over, or nobody has an example")
-        return Result(self.to_bytes(state) if data is None else data, state.estimate, state.visible_counts)
+        return state
 
-    def describe(self, result: Result) -> str:
+    def describe(self, result: State) -> str:
         """Return a sentence about a result."""
         estimate, examples = result.estimate, result.num_examples
         text = f"round zero: {examples:,} ratings, mean {estimate.mean:.4g}, deviation {estimate.deviation:.4g}"
         text += "; ratings look like counts, so the model learns log(1+x)" if estimate.transform == "log1p" else ""
         return text + (f"; ignored {estimate.outliers:,} outliers" if estimate.outliers else "")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What round zero estimated, as bytes and as numbers.
-
-    Attributes:
-      data: the last state as bytes.
-      estimate: what they say.
-      counts: of the examples of each item; with noise, 0 for items that it hides.
-    """
-
-    data: bytes
-    estimate: Estimate = field(compare=False)
-    counts: np.ndarray = field(compare=False)
-
-    @property
-    def num_examples(self) -> int:
-        """How many examples all clients have."""
-        return round(float(self.estimate.item_count.sum()))
 
 
 def _rows(clients: Clients) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ sum. The last sum also has the eigenvalues, as those of `Q'S'SQ`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ import scipy.sparse
 
 from fedrecon._src.core.checks import check_number, check_rules
 from fedrecon._src.core.clients import Clients, rows_of
-from fedrecon._src.recommend.estimate import Estimate, Question, StateError
-from fedrecon._src.recommend.round_zero import Result, RoundZero
+from fedrecon._src.recommend.estimate import Question, StateError
+from fedrecon._src.recommend.round_zero import RoundZero
 
 PASSES = 4
 START_LENGTH = 0.5  # root mean square length of an embedding, over clicks
@@ -47,25 +47,17 @@ class SpectralState(NamedTuple):
         return self.answered > PASSES
 
     @property
-    def estimate(self) -> Estimate:
-        """The counts, as round zero of ratings has them."""
-        return Estimate(np.zeros(len(self.item_count)), self.item_count)
+    def num_examples(self) -> int:
+        """How many examples all clients have."""
+        return round(float(self.item_count.sum()))
 
     @property
-    def visible_counts(self) -> np.ndarray:
-        """The counts, which no noise hides."""
-        return self.item_count
-
-
-@dataclass(frozen=True)
-class ClicksResult(Result):
-    """What round zero of clicks found.
-
-    Attributes:
-      item_embedding: `(items, dim)` where training starts; its first columns are the start in fewer dimensions.
-    """
-
-    item_embedding: np.ndarray = field(compare=False)
+    def item_embedding(self) -> np.ndarray:
+        """Where training starts, `(items, dim)`, after the last answer; its first columns are the start in fewer."""
+        items = self.item_count[:, None] ** 0.25 * self.basis * np.sqrt(self.values)
+        clicks = self.item_count / max(self.num_examples, 1)
+        length = np.sqrt(clicks @ (items**2).sum(1))
+        return (items * (START_LENGTH / max(float(length), 1e-12))).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +75,7 @@ class SpectralStart(RoundZero):
       >>> state = zero.start()
       >>> while not state.done:
       ...     state = zero.advance(state, zero.answer(state, clicks))
-      >>> zero.result(state).item_embedding.shape
+      >>> state.item_embedding.shape
       (20, 4)
     """
 
@@ -176,28 +168,14 @@ class SpectralStart(RoundZero):
         check_rules(rules, StateError)
         return start._replace(**{**tree, "answered": number})
 
-    def result(self, state: Any, data: bytes | None = None) -> ClicksResult:
-        """Return what the last state says.
-
-        Args:
-          state: after all questions.
-          data: the same as bytes, if they are there already.
-        """
-        result = super().result(state, data)
-        items = state.item_count[:, None] ** 0.25 * state.basis * np.sqrt(state.values)
-        clicks = state.item_count / state.item_count.sum()
-        length = np.sqrt(clicks @ (items**2).sum(1))
-        items = (items * (START_LENGTH / max(float(length), 1e-12))).astype(np.float32)
-        return ClicksResult(**vars(result), item_embedding=items)
-
-    def describe(self, result: Result) -> str:
+    def describe(self, result: Any) -> str:
         """Return a sentence about a result."""
-        occupied = int((result.counts > 0).sum())
+        occupied = int((result.item_count > 0).sum())
         return f"round zero: {result.num_examples:,} clicks on {occupied:,} of {self.num_items:,} items"
 
 
-def estimate_clicks(clients: Clients, num_items: int, dim: int) -> ClicksResult:
-    """Run round zero of clicks over all clients in this process.
+def estimate_clicks(clients: Clients, num_items: int, dim: int) -> SpectralState:
+    """Run round zero of clicks over all clients in this process, and return its last state.
 
     Args:
       clients: with a column `item`.
@@ -214,7 +192,7 @@ def estimate_clicks(clients: Clients, num_items: int, dim: int) -> ClicksResult:
     state = zero.start()
     while not state.done:
         state = zero.advance(state, zero.answer(state, clients))
-    return zero.result(state)
+    return state
 
 
 def _orthonormal(columns: np.ndarray) -> np.ndarray:

@@ -258,6 +258,6 @@ class Task(Protocol[C, D, L]):
         Args:
           config: the settings.
           legend: what ids stand for.
-          zero: the result of round zero; before it, a state of the same shapes; None if there is none.
+          zero: the last state of round zero; before it, the first one; None if there is none.
         """
         return config, legend, self.build_model(config, legend)

@@ -29,7 +29,7 @@ from fedrecon._src.recommend.rating_model import Items
 from fedrecon._src.recommend.recipe import build_split, evaluation_split, server_optimizer
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.settings import Ranking
-from fedrecon._src.recommend.spectral_start import ClicksResult, SpectralStart, estimate_clicks
+from fedrecon._src.recommend.spectral_start import SpectralStart, estimate_clicks
 from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
 from fedrecon._src.recommend.task import Measure, Read, Ready, Table, Task, Users
 from fedrecon._src.recommend.tasks.ratings import ItemsTask
@@ -63,21 +63,21 @@ def start_from(model: Model, params: Params) -> Model:
     return model._replace(init_global=lambda key: jax.tree.map(jnp.asarray, params))
 
 
-def choose_dim(config: ClicksConfig, users: Users, result: ClicksResult) -> int:
+def choose_dim(config: ClicksConfig, users: Users, item_embedding: np.ndarray, counts: np.ndarray) -> int:
     """Return the least number of dimensions that ranks almost as well as more do for validation users, untrained.
 
     Below 128 the untrained start says too little about what training makes of it, so less is only for a smaller budget.
     """
-    most = result.item_embedding.shape[1]
+    most = item_embedding.shape[1]
     dims = [dim for dim in DIMS if LEAST_DIM <= dim <= most]
     if not dims or judges_of(users) < JUDGES:
         return min(LEAST_DIM, most)
     judges, scores = users.valid.take(np.arange(min(len(users.valid), MOST_JUDGES))), []
     holdout = ranking.split_items(judges, evaluation_split(config))
     for dim in dims:
-        params = ranking_params(result.item_embedding[:, :dim], result.counts)
+        params = ranking_params(item_embedding[:, :dim], counts)
         scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
-        scores.append(ranking.rank(scorer, holdout, len(result.counts), coverage_at=None).metrics[NDCG.name])
+        scores.append(ranking.rank(scorer, holdout, len(counts), coverage_at=None).metrics[NDCG.name])
     return next(dim for dim, score in zip(dims, scores, strict=True) if score >= ALMOST * max(scores))
 
 
@@ -181,9 +181,10 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         dim = config.model.dim
         most = largest_dim(config, users.train, len(items)) if dim == "auto" else min(dim, len(items))
         result = estimate_clicks(users.train, len(items), most)
-        dim = choose_dim(config, users, result) if dim == "auto" else most
+        item_embedding = result.item_embedding
+        dim = choose_dim(config, users, item_embedding, result.item_count) if dim == "auto" else most
         config = change_settings(config, {"model.dim": dim})
-        params = ranking_params(result.item_embedding[:, :dim], items.counts)
+        params = ranking_params(item_embedding[:, :dim], items.counts)
         model = start_from(self.build_model(config, items), params)
         fallback = popularity_factors(np.asarray(items.counts), dim)
         return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)), fallback=fallback)
@@ -246,9 +247,9 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
 
     def start(self, config: ClicksConfig, items: Items, zero: Any) -> tuple[ClicksConfig, Items, Model]:
         model = self.build_model(config, items)
-        if isinstance(zero, ClicksResult):
-            model = start_from(model, ranking_params(zero.item_embedding, zero.counts))
-            items = dataclasses.replace(items, counts=np.rint(zero.counts).astype(np.int64))
+        if zero is not None and zero.done:
+            model = start_from(model, ranking_params(zero.item_embedding, zero.item_count))
+            items = dataclasses.replace(items, counts=np.rint(zero.item_count).astype(np.int64))
         return config, items, model
 
 

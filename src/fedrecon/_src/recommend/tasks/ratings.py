@@ -410,7 +410,7 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
     def start(self, config: RatingsConfig, items: Items, zero: Any) -> tuple[RatingsConfig, Items, Model]:
         """Return settings, items and model with what round zero estimated."""
         if zero is not None and config.model.scale is None:  # else this was done before
-            config, items = apply_estimate(config, items, zero.estimate, getattr(zero, "counts", None))
+            config, items = apply_estimate(config, items, zero.estimate, zero.visible_counts if zero.done else None)
         return config, items, build_model(config.model, len(items), zero and zero.estimate)
 
 
