@@ -76,11 +76,10 @@ def mark_settings(
     info = dataclasses.replace(info, markers=(*info.markers, MARKED))
     spec = tyro.constructors.ConstructorRegistry.get_struct_spec(info)
     assert isinstance(spec, tyro.constructors.StructConstructorSpec)
-    fields = [
-        dataclasses.replace(field, type=Annotated[(field.type, *marks[field.name])]) if field.name in marks else field
-        for field in spec.fields
-    ]
-    return dataclasses.replace(spec, fields=tuple(fields))
+    types: dict[str, Any] = {field.name: field.type for field in spec.fields}
+    types |= {name: Annotated[(types[name], *mark)] for name, mark in marks.items()}
+    fields = tuple(dataclasses.replace(field, type=types[field.name]) for field in spec.fields)
+    return dataclasses.replace(spec, fields=fields)
 
 
 def flag_of(field: str) -> str:
