@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedrecon as fr
+from fedrecon._src.simulation import training as training_module
 from fedrecon._src.simulation.evaluation import Evaluation
 from fedrecon._src.simulation.training import _next_stop
+from fedrecon._src.storage.run_folder import StorageWarning
 from toy_models import (
     a_and_b,
     assert_same_bits,
@@ -238,6 +240,18 @@ def test_ctrl_c_leaves_what_was_learned_and_the_run_can_go_on(tmp_path, whole, k
     assert [entry["round"] for entry in of_kind(found.history, "round")] == list(range(1, 13))
     assert of_kind(found.history, "evaluation")[-1]["round"] == 12
     assert folder.records() == found.history
+
+
+def test_ctrl_c_while_a_record_is_made_leaves_no_round_without_one(tmp_path, monkeypatch):
+    def interrupt(model, number, report):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_module, "describe_round", interrupt)
+        stopped = run(momentum(), rounds=3, valid=None, folder=tmp_path)
+    assert (stopped.interrupted, stopped.rounds) == (True, len(stopped.history))
+    found = run(momentum(), rounds=3, valid=None, folder=tmp_path)
+    assert [entry["round"] for entry in found.history] == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -488,6 +502,15 @@ def test_a_run_with_patience_resumes_to_the_same_bits(tmp_path, norms, kind, num
     again = patient(norms, folder=tmp_path)
     assert (again.rounds, again.best, len(again.history)) == (8, 4, len(whole.history))
     assert_same_bits(again.params, whole.params)
+
+
+def test_a_run_with_patience_goes_on_without_its_records(tmp_path, norms):
+    assert patient(norms, folder=tmp_path, callbacks=[Stop("evaluation", 6)]).interrupted
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.warns(StorageWarning, match="metrics.jsonl"):
+        found = patient(norms, folder=tmp_path)
+    assert (found.rounds, found.best) == (8, 4)
+    assert_same_bits(found.params, run(momentum(), rounds=4).params)
 
 
 def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():

@@ -434,21 +434,13 @@ class _Training:
     def result(self, interrupted: bool) -> Run:
         now, stopper = self.loop.now, self.stopper
         best = stopper.better_than_last(now.round)
-        params = jax.tree.map(np.asarray, self.loop.params() if best is None else best.params)
+        params = jax.tree.map(np.asarray, self.loop.params() if best is None else stopper.params)
         ledger = None if self.spent is None else self.spent.after(now.round)
         run = Run(params, self.history, now.round, now.client_state, interrupted, ledger)
         if best is not None:
-            run.best, why = best.round, f"no improvement in {stopper.worse} evaluations; keeping round {best.round}"
+            run.best, why = best, f"no improvement in {stopper.worse} evaluations; keeping round {best}"
             run.stopped = f"early stopping: {why}" if stopper.out_of_patience and not interrupted else None
         return run
-
-
-class _Best(NamedTuple):
-    """The best evaluation so far: its round, its rank, and the global parameters."""
-
-    round: int
-    rank: tuple[float, float]
-    params: Any
 
 
 class _Stopper:
@@ -458,10 +450,15 @@ class _Stopper:
         if settings is not None and jax.tree.leaves(loop.now.client_state):
             raise ValueError("`early_stopping` restores global parameters only: it needs clients that keep no state")
         self.settings, self.rounds = settings, () if settings is None else settings.rounds
-        self.best = _Best(-1, (np.inf, np.inf), None if settings is None else loop.params())  # before any evaluation
+        self.best, self.rank, self.params = -1, (np.inf, np.inf), None if settings is None else loop.params()
+        self.judged: list[int] = []  # the rounds of all evaluations that count
         fallback = None if settings is None else settings.fallback
         self.fallback = None if fallback is None else _convert_fallback(fallback, loop.params())
-        self.worse = self._judged = 0
+
+    @property
+    def worse(self) -> int:
+        """How many evaluations after the best one were no better."""
+        return sum(number > self.best for number in self.judged)
 
     @property
     def out_of_patience(self) -> bool:
@@ -471,31 +468,28 @@ class _Stopper:
         """Keep the parameters if this evaluation is better than all before it."""
         if self.settings is None or not self.settings.counts(record):
             return
-        self._judged, rank = record["round"], self.settings.rank(record)
-        if rank < self.best.rank:
+        self.judged.append(record["round"])
+        if (rank := self.settings.rank(record)) < self.rank:
             # A copy, since the next call may write to these buffers.
-            self.best, self.worse = _Best(record["round"], rank, jax.tree.map(np.array, params)), 0
-        else:
-            self.worse += 1
+            self.best, self.rank, self.params = record["round"], rank, jax.tree.map(np.array, params)
 
-    def better_than_last(self, done: int) -> _Best | None:
-        """Return the best evaluation if its parameters are not those of the last one."""
-        is_last = self.best.round == self._judged and not (done == 0 and self.fallback is not None)
-        return None if self.best.round < 0 or is_last else self.best
+    def better_than_last(self, done: int) -> int | None:
+        """Return the round of the best evaluation if its parameters are not those of the last one."""
+        is_last = self.worse == 0 and not (done == 0 and self.fallback is not None)
+        return None if self.best < 0 or is_last else self.best
 
     def checkpoint(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
-        numbers = np.array([self.best.round, *self.best.rank], np.float64)
-        return {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, self.best.params)}}
+        numbers = np.array([self.best, *self.rank], np.float64)
+        return {"best": {"numbers": numbers, "params": jax.tree.map(np.asarray, self.params)}}
 
     def restore(self, saved: Mapping[str, Any], records: Sequence[Record]) -> None:
-        if self.settings is None or saved["best"]["numbers"][0] < 0:
+        if self.settings is None:
             return
         number, diverged, score = map(float, saved["best"]["numbers"])
-        self.best = _Best(int(number), (diverged, score), saved["best"]["params"])
-        judged = [record["round"] for record in records if self.settings.counts(record)]
-        self._judged, self.worse = max(judged), sum(r > self.best.round for r in judged)
+        self.best, self.rank, self.params = int(number), (diverged, score), saved["best"]["params"]
+        self.judged = [record["round"] for record in records if self.settings.counts(record)]
 
 
 def _convert_fallback(fallback: Any, params: Any) -> Any:
@@ -553,12 +547,14 @@ class _Loop:
         self._ahead = self._cohorts.prepare_ahead(done, stop - done) if done < stop else None
         meanwhile()
         reports = jax.tree.map(np.asarray, reports)
-        self._put(order, cohort_state, done, server)
-        for r, drawn in enumerate(packed.samples):
-            report = {name: value[r] for name, value in reports.items()}
-            self.pending.append(describe_round(self._algorithm.model, packed.first + r + 1, report) | drawn.counts)
+        records = [
+            describe_round(self._algorithm.model, packed.first + r + 1, {name: v[r] for name, v in reports.items()})
+            | drawn.counts
+            for r, drawn in enumerate(packed.samples)
+        ]
+        self._put(order, cohort_state, _State(done, server, self.now.client_state), records)
 
-    def _put(self, order: np.ndarray, cohort_state: Any, done: int, server: ServerState) -> None:
+    def _put(self, order: np.ndarray, cohort_state: Any, after: _State, records: Sequence[Record]) -> None:
         """Write a cohort's state into that of all clients, in place: a copy would take longer than a round.
 
         An interruption in the middle undoes what was written, so that the state is that before the round or after it.
@@ -570,7 +566,8 @@ class _Loop:
         try:
             for store, values in zip(stores, new, strict=True):
                 store[rows] = values
-            self.now = _State(done, server, before.client_state)
+            self.now = after
+            self.pending.extend(records)
         except BaseException:
             if self.now is before:
                 for store, values in zip(stores, old, strict=True):
