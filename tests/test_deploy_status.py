@@ -34,7 +34,7 @@ def test_the_page_adds_up_rounds_and_escapes_what_nodes_are_called():
     assert "<td>4</td><td>3</td>" in page
     assert "<script>alert" not in page
     assert "none promised" in render_page([round_record(1)], 15, {})
-    assert "No round has ended" in render_page([], 15, {})
+    assert "No loss has been reported" in render_page([round_record(1, None)], 15, {})
 
 
 def test_the_curve_has_a_point_for_each_round_and_leaves_out_what_is_no_number():
@@ -45,6 +45,15 @@ def test_the_curve_has_a_point_for_each_round_and_leaves_out_what_is_no_number()
     assert "Loss from 2 in round 1 to 1" in curve
     long = render_curve([round_record(k + 1, 1.0) for k in range(10_000)])
     assert len(long.split('points="')[1].split('"')[0].split()) <= CURVE_POINTS
+
+
+def test_the_curve_of_rounds_without_loss_has_the_dots_of_evaluations_alone():
+    evaluations = [{"kind": "evaluation", "round": k, "micro": {"loss": 1.0 / k}} for k in (1, 2)]
+    curve = render_curve([round_record(1, None), round_record(2, None), *evaluations])
+    assert "Loss from 1 in round 1 to 0.5" in curve
+    assert "Dots: loss of held-out users." in curve
+    assert "Line:" not in curve
+    assert curve.count("<circle") == 2
 
 
 def test_records_arrive_as_events_from_the_one_that_was_read_last(tmp_path):

@@ -73,7 +73,7 @@ def render_curve(records: Sequence[Mapping[str, Any]]) -> str:
     curves = {kind: points[:: math.ceil(len(points) / CURVE_POINTS) or 1] for kind, points in curves.items()}
     points = curves["round"] + curves["evaluation"]
     if not points:
-        return "<p>No round has ended yet.</p>"
+        return "<p>No loss has been reported yet.</p>"
     last, low, high = max(x for x, _ in points), min(y for _, y in points), max(y for _, y in points)
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
@@ -87,8 +87,10 @@ def render_curve(records: Sequence[Mapping[str, Any]]) -> str:
     texts = [(0, 24, number(high)), (0, HEIGHT - 26, number(low)), (MARGIN, HEIGHT - 8, "round 1")]
     texts += [(WIDTH - 70, HEIGHT - 8, f"round {last}")] * (last > 1)
     shapes += [f'<text x="{x}" y="{y}">{text}</text>' for x, y, text in texts]
-    title = f"Loss from {number(points[0][1])} in round {points[0][0]} to {number(curves['round'][-1][1])}"
-    legend = "Line: loss of training rounds." + " Dots: loss of held-out users." * bool(curves["evaluation"])
+    drawn = curves["round"] or curves["evaluation"]  # rounds with noise report no loss
+    title = f"Loss from {number(drawn[0][1])} in round {drawn[0][0]} to {number(drawn[-1][1])}"
+    legends = {"round": "Line: loss of training rounds.", "evaluation": "Dots: loss of held-out users."}
+    legend = " ".join(text for kind, text in legends.items() if curves[kind])
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{"".join(shapes)}</svg><p>{legend}</p>'
 
 
