@@ -26,7 +26,7 @@ MOST_HEADER = 2**14
 _START = struct.Struct(">4sI")
 OK, REFUSED = "ok", "refused"
 # What a sum is for; the last is followed by the number of a question of round zero.
-TRAIN, PARTS, PREPARE = "train", ("valid", "test"), "prepare-"
+TRAIN, PREPARE = "train", "prepare-"
 _LENGTH = struct.Struct(">I")
 
 

@@ -137,7 +137,7 @@ class InProcess:
 
 
 # Seconds between two checks for replies: a share of the time waited, between two bounds.
-PAUSE_SHARE, MIN_PAUSE, MAX_PAUSE = 0.15, 0.05, 0.5
+POLL_SHARE, MIN_POLL, MAX_POLL = 0.15, 0.05, 0.5
 ABSENCE = 5.0  # seconds for which a node is not connected until nobody waits for its reply any more
 # Reasons that a node may give; any other text from a node may be long or nonsense.
 REASONS = {"garbage", "too_large", "not_finite", "error", "beyond_limit", "secure_sum", "budget"}
@@ -228,7 +228,7 @@ class Channel(NamedTuple):
                         replies.failed[node] = "unreachable"
             if not waiting or len(replies.good) >= enough or elapsed >= seconds:
                 break
-            self.clock.sleep(min(max(MIN_PAUSE, PAUSE_SHARE * elapsed), MAX_PAUSE))
+            self.clock.sleep(min(max(MIN_POLL, POLL_SHARE * elapsed), MAX_POLL))
         self.grid.cancel(list(waiting))
         replies.late = sorted(waiting.values())
         return replies
