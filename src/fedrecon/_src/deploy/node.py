@@ -308,6 +308,8 @@ class Node:
             raise Failure("not_joined", "this node does not have the result of round zero; ask it to join again")
         if purpose != TRAIN:
             return self._evaluate(member, purpose, read_tree(body, plan.params_shapes))
+        if number == plan.rounds:  # which only evaluations and the end of training may have
+            raise Failure("old_round", f"the plan has {plan.rounds} rounds, and all are over")
         if number == self.memory.round and self.memory.tries >= MAX_TRIES:
             raise Failure("old_round", f"this node took part in round {number} {MAX_TRIES} times already")
         if plan.release is not None:
