@@ -29,8 +29,8 @@ from fedrecon._src.core.model import metric_names
 from fedrecon._src.core.wire import to_bytes
 from fedrecon._src.deploy.messages import Envelope, Failure, pack, read_tree, unpack
 from fedrecon._src.deploy.plan import digest_of, is_prefix
-from fedrecon._src.deploy.sums import from_integers, ring_grids, sum_users, to_evaluation, to_integers
-from fedrecon._src.deploy.transport import open_reply
+from fedrecon._src.deploy.sums import from_integers, ring_grids, secure_sum_of, sum_users, to_evaluation, to_integers
+from fedrecon._src.deploy.transport import Channel, open_reply
 from fedrecon._src.recommend.config import Aggregate, Data, Reconstruct, Update
 from fedrecon._src.recommend.saved_models import open_model
 from fedrecon._src.storage.atomic import StorageError
@@ -253,6 +253,17 @@ def test_a_message_of_ten_gigabytes_is_refused_unread_on_both_sides(files, tmp_p
 # ---- what a node refuses ----
 
 
+def test_a_node_trains_in_as_many_rounds_as_the_plan_has_and_is_evaluated_after_the_last(files):
+    node, last = node_of(files[1][0]), PLAN.rounds - 1
+    params = to_bytes(PLAN.algorithm.params(PLAN.algorithm.init(jax.random.key(0))))
+    assert answer(node, message_of(PLAN, "join")).kind == "ok"
+    assert answer(node, message_of(PLAN, number=last)).kind == "ok"
+    assert reason(node, message_of(PLAN, number=PLAN.rounds)) == "old_round"
+    evaluate = message_of(PLAN, "evaluate", number=PLAN.rounds, facts={"part": "test"}, body=params)
+    assert answer(node, evaluate).kind == "ok"
+    assert reason(node, evaluate._replace(round=PLAN.rounds + 1)) == "old_round"
+
+
 def test_a_node_refuses_what_it_did_not_agree_to(files, tmp_path):
     node = node_of(files[1][0], tmp_path)
     assert reason(node, message_of(PLAN)) == "not_joined"
@@ -327,6 +338,13 @@ def test_a_secure_sum_survives_a_node_lost_between_messages(stage, counted, file
     record = outcome.history[0]
     assert record["answered"] == len(counted)
     assert_close(outcome.params, simulated(plan, union_of(tmp_path, counted))[0].params)
+
+
+def test_with_too_few_nodes_for_a_secure_sum_nobody_is_asked(files):
+    grid = grid_of(files[1][:1])
+    found = secure_sum_of(SECURE, Channel(grid, Waiting()), message_of(SECURE), {0: None}, 1.0, 1.0)
+    assert (found.parts, found.nodes, found.replies.reasons) == ([], [], {"too_few_invited": 1})
+    assert found.replies.sent == 0
 
 
 @given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=4, max_size=4), st.integers(1, 5))

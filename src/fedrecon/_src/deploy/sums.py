@@ -89,7 +89,7 @@ def secure_sum_of(
     nodes, purpose, replies = sorted(list(invited)[: plan.most_nodes]), purpose_of(question), Replies()
     least = max(plan.least_nodes, len(nodes) // 2 + 1)
     if len(nodes) < least:
-        return NodeSum([], [], Replies(failed=dict.fromkeys(nodes, "secure_sum")))
+        return NodeSum([], [], Replies(failed=dict.fromkeys(nodes, "too_few_invited")))  # so none was asked
     like, wide = shapes_of(plan, purpose), question_number(purpose) is not None
     length, cohort = length_of(like, wide), len(nodes)
     terms = secure_sum.plan(cohort, length, bits=bits_of(like), round=question.round, circle=cohort, threshold=least)
