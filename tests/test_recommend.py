@@ -166,9 +166,9 @@ def test_text_is_completed(tmp_path):
     completer = fr.recommend.train_text(corpus, rounds=5, vocabulary=50)
     assert 0 <= completer.evaluate().rows["model"]["accuracy"] <= 1
     private = dataclasses.replace(completer.saved.config, privacy=Privacy(epsilon=1.0))
-    _, baselines, personal = measure_model(private, completer.saved, completer._users, "test")
-    assert baselines == {}  # these are sums over the training clients' text
-    assert set(personal.rows) == {"impersonal", "personal_frozen", "personal"}
+    table = measure_model(private, completer.saved, completer._users, "test")
+    assert table.baselines == {}  # these are sums over the training clients' text
+    assert set(table.personal.rows) == {"impersonal", "personal_frozen", "personal"}
     word = completer.vocabulary.words[0]
     suggestions = completer.suggest(word, text=[f"{word} {word} zyzzyva."], n=3)
     assert len(suggestions) == 3

@@ -30,7 +30,7 @@ from fedrecon._src.recommend.config import (
     to_json,
 )
 from fedrecon._src.recommend.default_training import prepare_training, train_model
-from fedrecon._src.recommend.evaluation_table import measure_model, summarize
+from fedrecon._src.recommend.evaluation_table import EvaluationTable, measure_model
 from fedrecon._src.recommend.protection import Protection, protect, say_promise
 from fedrecon._src.recommend.recipe import build_layout, make_evaluator
 from fedrecon._src.recommend.saved_models import SavedModel
@@ -297,14 +297,11 @@ def _run(
     evaluator = make_evaluator(config, algorithm, users, options["layout"])
     run, model = train_model(ready, algorithm, evaluator, folder=folder, **options)
     _save(folder, model)
-    test: Evaluation | None = None
-    table: Table = {}
+    test: EvaluationTable | None = None
     if not run.interrupted and len(users.test):
         on_test = evaluator or make_evaluator(config, algorithm, users, options["layout"], "test")
-        test, table, _ = measure_model(
-            config, model, users, "test", evaluator=on_test, personal=False, progress=progress
-        )
-        if (failed := why_failed(run.history, task, test)) != model.failed:
+        test = measure_model(config, model, users, "test", evaluator=on_test, personal=False, progress=progress)
+        if (failed := why_failed(run.history, task, test.evaluation)) != model.failed:
             model = dataclasses.replace(model, failed=failed)
             _save(folder, model)
     ending = {
@@ -316,12 +313,13 @@ def _run(
         "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
         "stopped": run.stopped,
         "best_round": run.best,
-        "test": summarize(test, table) if test else None,
+        "test": None if test is None else test.summary(),
     }
     folder.describe(facts | ending)
     if not run.interrupted:
         folder.complete()
-    return ExperimentResult(run, users, model, test, rounds_of(config, users), table)
+    evaluation, baselines = (None, {}) if test is None else (test.evaluation, test.baselines)
+    return ExperimentResult(run, users, model, evaluation, rounds_of(config, users), baselines)
 
 
 def _save(folder: RunFolder, model: SavedModel[Any]) -> None:

@@ -29,7 +29,7 @@ class EvaluationTable:
 
     Attributes:
       evaluation: of the model, with its metrics by client.
-      rows: `{"model" or baseline: {metric: value}}`, over all query examples.
+      baselines: `{baseline: {metric: value}}`, over the same query examples.
       measures: the metrics that are printed.
       people: what clients are called.
       personal: what people get from a model of the next word; None for other models.
@@ -45,15 +45,25 @@ class EvaluationTable:
     """
 
     evaluation: Evaluation
-    rows: Table
+    baselines: Table
     measures: tuple[Measure, ...]
     people: str
     personal: word_evaluation.PersonalResults | None = None
 
     @property
+    def rows(self) -> Table:
+        """Return `{"model" or baseline: {metric: value}}`, over all query examples."""
+        return {"model": self.evaluation.micro, **self.baselines}
+
+    @property
     def reliable(self) -> bool:
         """Whether at least 10 clients were measured; the results of fewer are mostly chance."""
         return self.evaluation.clients - self.evaluation.diverged >= JUDGES
+
+    def summary(self) -> dict[str, Any]:
+        """Return the evaluation ready for JSON, with the baselines and what people get, if they were measured."""
+        rows = {"baselines": {name: dict(row) for name, row in self.baselines.items()}} if self.baselines else {}
+        return self.evaluation.summary() | rows | ({} if self.personal is None else self.personal.summary())
 
     def __str__(self) -> str:
         """Lay the table out as text."""
@@ -85,9 +95,7 @@ def evaluate_saved(saved: SavedModel[Any], users: Users | None, clients: Clients
         raise ValueError("`clients` must be given: a model that was loaded has no test users")
     test = test if clients is None else task.view(config, clients)
     everyone = Users(test, test, test) if users is None else users._replace(test=test)
-    evaluation, table, personal = measure_model(config, saved, everyone, "test", trained=users is not None)
-    rows, measures = {"model": evaluation.micro, **table}, task.shown(task.measures, config)
-    return EvaluationTable(evaluation, rows, measures, task.people, personal)
+    return measure_model(config, saved, everyone, "test", trained=users is not None)
 
 
 def measure_model(
@@ -100,7 +108,7 @@ def measure_model(
     personal: bool = True,
     evaluator: Evaluator | None = None,
     progress: Progress = silent,
-) -> tuple[Evaluation, Table, word_evaluation.PersonalResults | None]:
+) -> EvaluationTable:
     """Measure a model and baselines on users, and for text what people get from it.
 
     Args:
@@ -125,7 +133,8 @@ def measure_model(
     baselines = task.baselines(saved.config, saved.legend, train, clients) if is_first_process() else {}
     # Only sentences have this column, if it is known how words outside the vocabulary are spelled.
     spelled = personal and "other" in clients.columns
-    return evaluation, baselines, _measure_personal(saved, train, clients, progress) if spelled else None
+    results = _measure_personal(saved, train, clients, progress) if spelled else None
+    return EvaluationTable(evaluation, baselines, task.shown(task.measures, config), task.people, results)
 
 
 def _measure_personal(
@@ -152,14 +161,6 @@ def personal_predictions(saved: SavedModel[Any], examples: word_evaluation.Colum
     else:
         local = algorithm.model.init_local(jax.random.key(config.seed))
     return word_evaluation.model_predictions(algorithm, saved.params, local)
-
-
-def summarize(
-    found: Evaluation, table: Table, personal: word_evaluation.PersonalResults | None = None
-) -> dict[str, Any]:
-    """Return the summary of an evaluation with the baselines and what people get in it, if they were measured."""
-    rows = {"baselines": {name: dict(row) for name, row in table.items()}} if table else {}
-    return found.summary() | rows | ({} if personal is None else personal.summary())
 
 
 def compare_with_baselines(found: Evaluation, table: Table, config: Config) -> str | None:

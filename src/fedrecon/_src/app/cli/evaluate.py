@@ -48,7 +48,7 @@ def run(args: Evaluate) -> int:
     """Evaluate and print."""
     from fedrecon._src.app.experiment import users_of_run, with_columns
     from fedrecon._src.core.display import bars
-    from fedrecon._src.recommend.evaluation_table import measure_model, summarize
+    from fedrecon._src.recommend.evaluation_table import measure_model
     from fedrecon._src.recommend.recipe import build_layout, make_evaluator
     from fedrecon._src.recommend.saved_models import open_model
     from fedrecon._src.recommend.stopping import evaluation_failed, say_how_to_test_more
@@ -75,17 +75,16 @@ def run(args: Evaluate) -> int:
         advice = f"{say_how_to_test_more(config)} To evaluate on others, give their data with --{task.name} FILE."
         raise ValueError(f"the run in {args.run} has no {part} {task.people}. {advice}")
     evaluator = make_evaluator(config, model.algorithm, users, build_layout(config, model.algorithm.model), part)
-    evaluation, table, personal = measure_model(
-        config, model, users, part, trained=file is None, evaluator=evaluator, progress=bars
-    )
-    failed = evaluation_failed(evaluation, task.people)
+    table = measure_model(config, model, users, part, trained=file is None, evaluator=evaluator, progress=bars)
+    failed = evaluation_failed(table.evaluation, task.people)
     if args.json:
         why = failed or model.failed
-        print(json.dumps(without_nan({**summarize(evaluation, table, personal), **({"failed": why} if why else {})})))
+        print(json.dumps(without_nan({**table.summary(), **({"failed": why} if why else {})})))
     else:
-        show.evaluation(title, evaluation, task, table, config, "" if file else say_how_to_test_more(config))
-        if personal is not None:
-            print(f"\n{personal}")
+        advice = "" if file else say_how_to_test_more(config)
+        show.evaluation(title, table.evaluation, task, table.baselines, config, advice)
+        if table.personal is not None:
+            print(f"\n{table.personal}")
     if model.failed is not None:
         show.alarm(f"the training of {args.run} failed: {model.failed}")
     return 0 if failed is None and model.failed is None else FAILED
