@@ -95,17 +95,13 @@ def rate_after(
     rating = np.concatenate([support["rating"] for support in supports]).astype(np.float32)
     ends = np.cumsum([np.bincount(support["client"], minlength=len(chosen)) for support in supports])
     local = reconstruct(algorithm, params, Clients({"item": item, "rating": rating}, np.append(0, ends[:-1]), ends))
-    count = np.bincount(query["client"], minlength=len(chosen))
-    position = np.arange(len(query["item"])) - np.repeat(np.cumsum(count) - count, count)
-    items = np.zeros((len(chosen), count.max()), np.int32)
-    items[query["client"], position] = query["item"]
-    model = algorithm.model
+    model, items = algorithm.model, query["item"].astype(np.int32)[:, None]  # one at a time
     # Parameters are arguments: those of a saved round are numpy arrays, which no tracer indexes.
     predict = jax.jit(jax.vmap(lambda params, local, item: model.predict(params, local, {"item": item}), (None, 0, 0)))
 
     def measure(number: int) -> float:
-        people = jax.tree.map(lambda leaf: leaf[number * len(chosen) : (number + 1) * len(chosen)], local)
-        guess = np.asarray(predict(params, people, items))[query["client"], position]
+        people = jax.tree.map(lambda leaf: leaf[number * len(chosen) + query["client"]], local)
+        guess = np.asarray(predict(params, people, items))[:, 0]
         return baselines.rating_errors(guess, query["rating"])["rmse"]
 
     return {name_after(k): measure(number) for number, k in enumerate(after)}
