@@ -122,6 +122,15 @@ def test_what_a_gateway_refuses(parts):
     assert reason(gateway_of(plan, InProcess({})).handle(join_of(plan), 60.0)) == "not_joined"
 
 
+@pytest.mark.parametrize("what", ["nonsense", "a state before the end"])
+def test_a_gateway_refuses_a_result_of_round_zero_that_is_none_and_keeps_no_file(what, parts, tmp_path):
+    plan = default_plan()
+    result = what.encode() if what == "nonsense" else plan.zero.to_bytes(plan.zero.start()._replace(answered=1))
+    join = Envelope("join", plan.digest, "run", 0, {"result_bytes": len(result)}, plan.content + result)
+    assert reason(gateway_of(plan, grid_of(parts), tmp_path).handle(pack(join), 60.0)) == "garbage"
+    assert not list(tmp_path.iterdir())
+
+
 # ---- sockets ----
 
 

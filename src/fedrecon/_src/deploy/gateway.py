@@ -7,13 +7,14 @@ import hashlib
 from pathlib import Path
 
 from fedrecon._src.core.display import Say
-from fedrecon._src.core.wire import to_bytes
+from fedrecon._src.core.wire import WireError, to_bytes
 from fedrecon._src.deploy.messages import (
     OK,
     TRAIN,
     Envelope,
     Failure,
     check_request,
+    fails_with,
     largest_message,
     pack,
     purpose_of,
@@ -24,6 +25,7 @@ from fedrecon._src.deploy.plan import Plan
 from fedrecon._src.deploy.registry import GATEWAY, NodeRegistry, NotEnoughNodes, Pace
 from fedrecon._src.deploy.sums import add_sums
 from fedrecon._src.deploy.transport import Channel
+from fedrecon._src.recommend.round_zero import StateError
 from fedrecon._src.storage.atomic import write_bytes
 
 SHARE_OF_TIME = 0.7  # of the coordinator's deadline that clients have; the rest is for the way there and back
@@ -63,21 +65,18 @@ class Gateway:
             check_request(message)
             if message.plan != self.plan.digest:
                 raise Failure("wrong_plan", f"this gateway serves plan {self.plan.digest[:16]} and no other")
-            body = self._register(message, seconds) if message.kind == "join" else self._request_sum(message, seconds)
+            answer = self._register if message.kind == "join" else self._request_sum
+            with fails_with("not_joined", NotEnoughNodes), fails_with("garbage", StateError, WireError):
+                body = answer(message, seconds)
             return pack(Envelope(OK, message.plan, message.run, message.round, {}, body))
         except Failure as failure:
             self.say(f"refused: {failure.why}")
             return refusal(message, failure)
-        except NotEnoughNodes as error:
-            return refusal(message, Failure("not_joined", str(error)))
 
     def _register(self, message: Envelope, seconds: float) -> bytes:
         """Take part in a run, once there are clients who do."""
         size = message.facts.get("result_bytes", 0)
         result = message.body[len(message.body) - size :] if size else b""
-        if self.folder is not None and result:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(self._file(message.run), result)
         self._clients(message, seconds, result)
         return GATEWAY
 
@@ -102,6 +101,9 @@ class Gateway:
             if result and self.plan.zero is not None:
                 registry.plan = self.plan.prepared(result)
                 registry.round_zero = result
+                if self.folder is not None:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    write_bytes(self._file(message.run), result)
             self._registry = registry
         registry.done = message.round
         registry.pace = dataclasses.replace(self.pace, patience=min(self.pace.patience, seconds / 2))
