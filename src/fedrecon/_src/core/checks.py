@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # slow to import
     from pydantic import ValidationError
 
 MOST_FLOAT = 3.4e38  # beyond it, numbers are infinite in 32 bits
-MOST_ROUNDS = 2**31 - 1  # the number of a round has 32 bits
+MOST_INT = 2**31 - 1  # the largest integer of 32 bits, which counts and numbers of rounds have
 
 
 def check_number(

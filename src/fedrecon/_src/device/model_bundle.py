@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
-from fedrecon._src.core.checks import MOST_ROUNDS, check_number
+from fedrecon._src.core.checks import MOST_INT, check_number
 from fedrecon._src.core.pytrees import flatten
 from fedrecon._src.core.upload import DELTA
 from fedrecon._src.data import Vocabulary, personal_text, unique_labels
@@ -129,7 +129,7 @@ def bundle_model(
         (`ExportError`).
     """
     check_number("most", most, least=1, most=MOST_ROOM)
-    check_number("least_count", least_count, most=MOST_ROUNDS)
+    check_number("least_count", least_count, most=MOST_INT)
     if onnxruntime_web is not None:
         check_vendor(onnxruntime_web)  # before the export, which takes long
     parts: Any = {"ratings": _ratings_parts, "clicks": _clicks_parts, "text": _text_parts}[saved.task.name]

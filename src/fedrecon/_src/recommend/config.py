@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from fedrecon._src.core.checks import MOST_ROUNDS
+from fedrecon._src.core.checks import MOST_INT
 from fedrecon._src.core.client_sampling import Sampling as Sampling
 from fedrecon._src.recommend.settings import (
     COLUMNS as COLUMNS,
@@ -157,7 +157,7 @@ class Config:
         shuffles = self.split.train.startswith("redrawn-") and self.split.by_time
         yield Rule(shuffles, "split.train", "cannot be combined with `split.by_time`, since it shuffles")
         yield Rule(self.split.evaluate == "none", "split.evaluate", "must leave query examples, such as half")
-        most = {"clients_per_round": MOST, "least": MOST, "oversample": 1000, "min_examples": MOST_ROUNDS}
+        most = {"clients_per_round": MOST, "least": MOST, "oversample": 1000, "min_examples": MOST_INT}
         for name, limit in most.items():
             value = getattr(self.sampling, name)
             yield Rule(value is not None and value > limit, f"sampling.{name}", f"must be at most {limit}")

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from fedrecon._src.core.checks import MOST_FLOAT, MOST_ROUNDS
+from fedrecon._src.core.checks import MOST_FLOAT, MOST_INT
 
 MOST = 10**7  # of anything that there is an array of
 MEDIAN = 0.5
@@ -23,8 +23,8 @@ Positive = Annotated[float, Gt(0), Le(MOST_FLOAT)]
 Share = Annotated[float, Gt(0), Lt(1)]
 Count = Annotated[int, Ge(1), Le(MOST)]
 Width = Annotated[int, Ge(1), Le(2**16)]  # of a layer or an embedding
-PositiveInt = Annotated[int, Ge(1), Le(MOST_ROUNDS)]
-NonNegativeInt = Annotated[int, Ge(0), Le(MOST_ROUNDS)]
+PositiveInt = Annotated[int, Ge(1), Le(MOST_INT)]
+NonNegativeInt = Annotated[int, Ge(0), Le(MOST_INT)]
 Rounds = NonNegativeInt
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX would take only the last 32 bits of a larger seed
 Epsilon = Annotated[float, Gt(0), Le(1e4)]

@@ -16,7 +16,7 @@ import tyro
 from annotated_types import Ge, Le
 
 from fedrecon._src.app.cli import options, show
-from fedrecon._src.core.checks import MOST_ROUNDS
+from fedrecon._src.core.checks import MOST_INT
 from fedrecon._src.core.display import Say, listed_counts
 from fedrecon._src.recommend.config import Reading, Rule
 
@@ -59,7 +59,7 @@ class Join:
     server: str
     ca: Path | None = None
     key: Path | None = None
-    min_examples: Annotated[int, Ge(0), Le(MOST_ROUNDS)] = 1
+    min_examples: Annotated[int, Ge(0), Le(MOST_INT)] = 1
     accept: str | None = None
     state: Path | None = None
     nodes: Path | None = None
