@@ -9,7 +9,6 @@ from fedrecon._src.algorithms.algorithm import TrainState as TrainState
 from fedrecon._src.algorithms.algorithm import averaged_paths as averaged_paths
 from fedrecon._src.algorithms.algorithm import averaging_method as averaging_method
 from fedrecon._src.algorithms.algorithm import check_whole_model as check_whole_model
-from fedrecon._src.algorithms.algorithm import copy_params as copy_params
 from fedrecon._src.algorithms.algorithm import init_server as init_server
 from fedrecon._src.algorithms.algorithm import keep_finite as keep_finite
 from fedrecon._src.algorithms.algorithm import personal_model as personal_model
@@ -57,6 +56,7 @@ from fedrecon._src.core.model import Model as Model
 from fedrecon._src.core.model import ModelState as ModelState
 from fedrecon._src.core.model import shapes_of as shapes_of
 from fedrecon._src.core.pytrees import Params as Params
+from fedrecon._src.core.pytrees import copy_params as copy_params
 from fedrecon._src.core.pytrees import flatten as flatten
 from fedrecon._src.core.pytrees import unflatten as unflatten
 from fedrecon._src.core.split import Split as Split

@@ -18,7 +18,7 @@ from fedrecon._src.client.update import Predict, Updater, first_order_predict
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.keys import client_keys, fold_keys
 from fedrecon._src.core.model import Batch, Model, metric_names, shapes_of
-from fedrecon._src.core.pytrees import Params, copy_leaves, flatten, unflatten
+from fedrecon._src.core.pytrees import Params, flatten, unflatten
 from fedrecon._src.core.split import query_only
 from fedrecon._src.core.upload import DELTA, Parts, Summand, Total, Upload, broadcast_clients, no_total, summand_of
 from fedrecon._src.server.aggregator import Aggregator, Report
@@ -430,23 +430,6 @@ def averaging_method(
     if recon is not None:
         defaults |= {"reconstruct": recon.run, "check": recon.check, "support_limit": recon.limit}
     return Method(needs=needs or updater.needs(query_only(), 1), **(defaults | fields))
-
-
-def copy_params(params: Params, keys: Array) -> Params:
-    """Return a copy of the global parameters for every client, clients first.
-
-    Args:
-      params: the global parameters.
-      keys: the clients' keys, of which only the number counts.
-
-    Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from fedrecon import kit
-      >>> kit.copy_params({"w": jnp.float32(2)}, jax.random.split(jax.random.key(0), 3))["w"].tolist()
-      [2.0, 2.0, 2.0]
-    """
-    return copy_leaves(params, len(keys))
 
 
 def personal_model(model: Model) -> Model:

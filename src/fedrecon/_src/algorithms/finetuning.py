@@ -8,14 +8,14 @@ from typing import Any
 
 from jax import Array
 
-from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths, copy_params
+from fedrecon._src.algorithms.algorithm import Algorithm, Method, averaged_paths
 from fedrecon._src.client.lookup_tables import lookup_groups
 from fedrecon._src.client.objectives import Objective, Problem, Solver
 from fedrecon._src.core.checks import check_selection
 from fedrecon._src.core.cohort import Examples
 from fedrecon._src.core.factories import register_factory
 from fedrecon._src.core.model import Batch, Model, shapes_of
-from fedrecon._src.core.pytrees import Params, Which, flatten, select_paths, unflatten
+from fedrecon._src.core.pytrees import Params, Which, copy_params, flatten, select_paths, unflatten
 
 
 @register_factory

@@ -61,7 +61,7 @@ def reconstruction(model: Model, solver: Solver | None) -> Reconstruction:
     def run(params: Params, client_state: Any, support: Examples, keys: Array, of_steps: Array | None = None) -> Params:
         fresh = jax.vmap(model.init_local)(keys)
         local = jax.vmap(lambda start, examples: start_local(model, params, start, examples))(fresh, support)
-        if jax.tree.leaves(split_params(local, model.local_state).free):
+        if jax.tree.leaves(split_params(local, model.local_state)[0]):
             if solver is None:
                 raise ValueError("the model has local parameters; give `reconstruct`, a solver that reconstructs them")
             local = solve_local(model, solver, params, local, support, keys=of_steps)

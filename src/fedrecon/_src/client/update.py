@@ -31,7 +31,7 @@ from fedrecon._src.client.objectives import (
 from fedrecon._src.core.checks import check_known
 from fedrecon._src.core.cohort import Cohort, Examples, Needs
 from fedrecon._src.core.model import Batch, Model, Step, predict_in, shapes_of
-from fedrecon._src.core.pytrees import Params, copy_leaves, flatten, unflatten
+from fedrecon._src.core.pytrees import Params, copy_params, flatten, unflatten
 from fedrecon._src.core.split import Split
 from fedrecon._src.core.upload import DELTA, RowChanges, Upload
 
@@ -259,9 +259,8 @@ class Updater:
           Every client's copies, by path, clients first, of lookup tables only the client's rows; lookup tables that are
           changed by rows instead; and the block, with ids renumbered if tables were copied by rows.
         """
-        clients = cohort.query.count.shape[0]
         rows = {path: cohort.rows[group] for path, group in self.groups.items()}
-        dense = copy_leaves({path: leaf for path, leaf in leaves.items() if path not in rows}, clients)
+        dense = copy_params({path: leaf for path, leaf in leaves.items() if path not in rows}, cohort.query.count)
         if not rows:
             return dense, LookupTables(), cohort
         if self._by_steps:

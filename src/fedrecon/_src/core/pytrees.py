@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fedrecon._src.core.checks import check_rules, check_selection
 
@@ -134,37 +135,39 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def copy_leaves(tree: Params, clients: int) -> Params:
-    """Return a copy of every leaf for every client, clients first.
+def copy_params(params: Params, keys: Array) -> Params:
+    """Return a copy of the global parameters for every client, clients first.
 
     Args:
-      tree: of arrays.
-      clients: how many there are.
+      params: the global parameters.
+      keys: one entry for each client, such as their keys; only the number counts.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from fedrecon import kit
+      >>> kit.copy_params({"w": jnp.float32(2)}, jax.random.split(jax.random.key(0), 3))["w"].tolist()
+      [2.0, 2.0, 2.0]
     """
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients, *jnp.shape(leaf))), tree)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(keys), *jnp.shape(leaf))), params)
 
 
-class ParamSplit(NamedTuple):
-    """Parameters that are solved for, those that are held fixed, and `merge(free, fixed)` to combine them again."""
-
-    free: Params
-    fixed: Params
-    merge: Callable[[Params, Params], Params]
-
-
-def split_params(params: Params, fixed: Collection[str]) -> ParamSplit:
+def split_params(params: Params, fixed: Collection[str]) -> tuple[Params, Params, Callable[[Params, Params], Params]]:
     """Split parameters into those that are solved for and those that are held fixed.
 
     Args:
       params: a pytree.
       fixed: paths of the leaves that are held fixed.
+
+    Returns:
+      The parameters that are solved for, those that are held fixed, and `merge(free, fixed)` to combine them again.
     """
     if not fixed:
-        return ParamSplit(params, (), lambda free, fixed: free)
+        return params, (), lambda free, fixed: free
     leaves, structure = flatten(params)
     free = {path: leaf for path, leaf in leaves.items() if path not in fixed}
     fixed_leaves = {path: leaves[path] for path in fixed}
-    return ParamSplit(free, fixed_leaves, lambda free, fixed: unflatten(structure, {**free, **fixed}))
+    return free, fixed_leaves, lambda free, fixed: unflatten(structure, {**free, **fixed})
 
 
 class Partition(NamedTuple):
