@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +10,8 @@ import jax
 import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
+from fedrecon._src.algorithms.validation import with_lookups
 from fedrecon._src.client.lookup_tables import lookup_groups
-from fedrecon._src.client.lookup_tracing import by_rows
 from fedrecon._src.core.factories import RecipeError, digest_of, follow, recipe_of
 from fedrecon._src.core.model import AUTO, shapes_of
 from fedrecon._src.core.pytrees import Params, check_shapes, flatten
@@ -102,7 +101,8 @@ def load_algorithm(folder: str | Path, algorithm: Algorithm | None = None) -> Sa
             algorithm = follow(facts["recipe"])
         except RecipeError as problem:
             raise StorageError(f"{path}: {problem}") from None
-    algorithm = with_lookups(algorithm, {name: tuple(features) for name, features in facts["lookups"].items()})
+    lookups = tuple((path, tuple(map(str, features))) for path, features in facts["lookups"].items())
+    algorithm = with_lookups(algorithm, lookups)
     actual = _describe(algorithm)
     comparable = facts["recipe"] is not None and actual["recipe"] is not None
     if actual["parameters"] != facts["parameters"] or (comparable and actual["digest"] != facts["digest"]):
@@ -131,16 +131,6 @@ def digest(algorithm: Algorithm) -> str:
       '31f59b81'
     """
     return _describe(algorithm)["digest"]
-
-
-def with_lookups(algorithm: Algorithm, lookups: dict[str, tuple[str, ...]]) -> Algorithm:
-    """Return an algorithm with lookups that were decided elsewhere."""
-    model = algorithm.model
-    if model.lookups == AUTO:
-        model = by_rows(model, lookups)
-    elif lookup_groups(model) != lookups:
-        model = model._replace(lookups=lookups)
-    return dataclasses.replace(algorithm, model=model)
 
 
 def _describe(algorithm: Algorithm) -> dict[str, Any]:

@@ -49,13 +49,23 @@ def decide_lookups(algorithm: Algorithm, clients: Clients) -> Algorithm:
     if algorithm.model.lookups != AUTO:
         return algorithm
     reads = known_lookups(algorithm.model, clients)
-    return _with_lookups(algorithm, tuple((path, read.features) for path, read in reads.items() if read.features))
+    return with_lookups(algorithm, tuple((path, read.features) for path, read in reads.items() if read.features))
 
 
 @functools.lru_cache(maxsize=8)
-def _with_lookups(algorithm: Algorithm, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
-    """Put lookups into an algorithm's model. Cached, so that code for the result is compiled once."""
-    return dataclasses.replace(algorithm, model=by_rows(algorithm.model, dict(lookups)))
+def with_lookups(algorithm: Algorithm, lookups: tuple[tuple[str, tuple[str, ...]], ...]) -> Algorithm:
+    """Put decided lookups into an algorithm's model. Cached, so that code for the result is compiled once.
+
+    Args:
+      algorithm: any algorithm.
+      lookups: `(path, features)` of every lookup table.
+    """
+    model = algorithm.model
+    if model.lookups == AUTO:
+        model = by_rows(model, dict(lookups))
+    elif lookup_groups(model) != dict(lookups):
+        model = model._replace(lookups=dict(lookups))
+    return dataclasses.replace(algorithm, model=model)
 
 
 def check_training(algorithm: Algorithm, clients: Clients) -> None:

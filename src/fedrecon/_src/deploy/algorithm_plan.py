@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.rounds import as_clients
-from fedrecon._src.algorithms.saving import digest, save_algorithm, with_lookups
-from fedrecon._src.algorithms.validation import decide_lookups
-from fedrecon._src.client.lookup_tables import lookup_groups
+from fedrecon._src.algorithms.saving import digest, save_algorithm
+from fedrecon._src.algorithms.validation import decide_lookups, with_lookups
 from fedrecon._src.core.clients import Clients
 from fedrecon._src.core.cohort import lengths_for
 from fedrecon._src.core.display import Say
@@ -127,7 +126,7 @@ class AlgorithmPlan(Plan):
         if algorithm is None:
             plan = f"this plan is for an algorithm made in Python, digest {values['algorithm'][:16]}"
             raise PlanError(f"{plan}: name it with --algorithm package.module:function")
-        lookups = {str(path): tuple(map(str, features)) for path, features in values["lookups"].items()}
+        lookups = tuple((str(path), tuple(map(str, names))) for path, names in values["lookups"].items())
         made = with_lookups(algorithm, lookups)
         if digest(made) != values["algorithm"]:
             digests = f"{values['algorithm'][:16]}, and the one given here is {digest(made)[:16]}"
@@ -157,7 +156,6 @@ def plan_for(algorithm: Algorithm, examples: Clients | Mapping[str, Any], **opti
     """
     clients = as_clients(examples)
     made = decide_lookups(algorithm, clients)
-    made = with_lookups(made, lookup_groups(made.model)) if made.model.lookups else made
     return _make_plan(made, columns_of(clients), **options)
 
 
