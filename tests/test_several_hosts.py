@@ -196,7 +196,19 @@ def test_processes_agree_on_values_errors_and_settings():
     assert first[1][0] == "ZeroDivisionError"
     assert second[1] == ("HostError", "the first process failed: division by zero")
     assert first[2][0] == second[2][0] == "HostError"
-    assert "`seed` is 1, not 0" in second[2][1]
+    assert "'seed' is 1; expected 0" in second[2][1]
+
+
+def test_folders_of_all_kinds_are_shared_once(tmp_path, monkeypatch):
+    class Mirrored(fr.RunFolder):
+        """A user's own kind of folder."""
+
+    folder = Mirrored(tmp_path)
+    assert multihost.share_folder(folder) is folder
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    shared = multihost.share_folder(folder)
+    assert shared is not folder
+    assert multihost.share_folder(shared) is shared
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from fedrecon._src.core.checks import check_number
+from fedrecon._src.core.pytrees import first_difference
 from fedrecon._src.storage.run_folder import RunFolder
 
 AXIS = "clients"
@@ -181,12 +182,11 @@ def check_same(facts: Mapping[str, Any]) -> None:
         return
     facts = json.loads(json.dumps(facts))
     expected = broadcast(lambda: facts)
-    names = sorted(name for name in {**facts, **expected} if facts.get(name) != expected.get(name))
-    differs = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(names))))
+    problem = first_difference(facts, expected)
+    differs = np.flatnonzero(multihost_utils.process_allgather(np.array(problem is not None)))
     if differs.size:
-        values = "; ".join(f"`{name}` is {facts.get(name)!r}, not {expected.get(name)!r}" for name in names)
-        number = jax.process_index() if names else differs[0]
-        raise HostError(f"process {number} differs from the first process: {values or 'in settings, data or versions'}")
+        number, where = (jax.process_index(), problem) if problem else (differs[0], "in settings, data or versions")
+        raise HostError(f"process {number} differs from the first process: {where}")
 
 
 @contextlib.contextmanager
@@ -256,7 +256,7 @@ class _FirstProcessFolder(RunFolder):
 
 def share_folder(folder: RunFolder) -> RunFolder:
     """Return the same folder, which only the first of several processes then reads and writes."""
-    if type(folder) is not RunFolder or not jax.distributed.is_initialized():
+    if isinstance(folder, _FirstProcessFolder) or not jax.distributed.is_initialized():
         return folder
     return _FirstProcessFolder(folder)
 
