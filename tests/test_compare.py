@@ -3,6 +3,7 @@
 import csv
 import io
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -123,6 +124,21 @@ def test_rows_are_what_a_client_sends():
     costs = measure_costs(algorithm, ratings)
     assert costs.down == 4 * (50 * 2 + 2 * 2)
     assert costs.up == 3 * (8 + 4) + 1 * (8 + 4)  # three items in the mean, one row of its own, and their ids
+
+
+def test_what_is_sent_by_rows_has_the_bytes_on_the_wire():
+    model = fr.models.matrix_factorization(50, 2, biases=True)
+    ratings = clients_of({"item": np.array([1, 2, 3, 4, 5, 6]), "rating": np.ones(6)})
+    algorithm = fr.federated_reconstruction(model, reconstruct=descend(0.1), update=descend(0.1), server=optax.sgd(1.0))
+    message = algorithm.message(algorithm.init(jax.random.key(0)))
+    upload = fr.kit.client_update(algorithm, message, ratings, jax.random.key(1))
+    data = fr.kit.to_bytes(upload)
+    counts = [change.count for change in upload.delta.values() if isinstance(change, fr.kit.RowChanges)]
+    assert len(counts) == 2
+    header = 8 + int.from_bytes(data[:8], "little")
+    changes = len(data) - header - sum(array.nbytes for array in (*counts, upload.examples, upload.sums))
+    assert measure_costs(algorithm, ratings).up == changes
+    assert fr.explain(algorithm, ratings).sends_by_rows == changes
 
 
 def test_settings_are_chosen_on_validation_clients():

@@ -34,7 +34,8 @@ class Costs:
 
     Attributes:
       down: bytes that a client receives in a round.
-      up: bytes that it sends; for tables that are read by rows, only the client's rows count (a mean over clients).
+      up: bytes of the changes that it sends; of tables that are read by rows, only the client's rows, each with its id
+        (a mean over clients).
       state: bytes that it keeps from round to round, besides its examples.
       steps: steps that it takes in a round, a mean over clients; NaN if the method does not say.
       once: whether the method works where a client takes part only once: it keeps nothing that a later round needs.
@@ -325,8 +326,7 @@ def measure_costs(algorithm: Algorithm, clients: Clients) -> Costs:
     up = 0.0
     for part, path, leaf in uploaded:
         group = rows.get((part, path))
-        up += nbytes(leaf) if group is None else nbytes(leaf) / leaf.shape[0] * counts[group]
-    up += sum(ID_BYTES * counts[group] for group in set(rows.values()))
+        up += nbytes(leaf) if group is None else (nbytes(leaf) / leaf.shape[0] + ID_BYTES) * counts[group]
     support, query = method.needs.split.counts(clients.sizes)
     steps = np.nan if method.steps is None else float(np.mean(method.steps(support, query)))
     down = nbytes(jax.eval_shape(algorithm.message, state))

@@ -172,11 +172,10 @@ def _starts(model: Model) -> dict[str, str]:
 
 
 def _bytes_by_rows(sparse: Mapping[str, Part], clients: Clients, needs: Needs) -> float:
-    """Return the mean bytes of the rows that clients touch, with their ids."""
+    """Return the mean bytes of the rows that clients touch, and of their ids, which every table has on the wire."""
     groups = row_groups({path: part.features for path, part in sparse.items()}, sparse)
     rows = mean_rows(clients, needs._replace(groups=groups))
-    values = sum(part.nbytes // part.shape[0] * rows[group_name(part.features)] for part in sparse.values())
-    return values + sum(ID_BYTES * rows[group] for group in groups)
+    return sum((part.nbytes // part.shape[0] + ID_BYTES) * rows[group_name(part.features)] for part in sparse.values())
 
 
 def mean_rows(clients: Clients, needs: Needs) -> dict[str, float]:
