@@ -188,6 +188,8 @@ def test_one_evaluator_serves_many_parameters_and_other_clients():
     other = evaluator.on(xy(([1, 2, 3], [5, 6, 8])))
     assert other(W).macro["loss"] == pytest.approx(6.76, rel=1e-5)
     assert evaluator(W).macro["loss"] == pytest.approx(10.6, rel=1e-5)
+    with pytest.raises(ValueError, match="column 'y' holds nan"):
+        evaluator.on(xy(([1, 2], [5, np.nan])))
 
 
 def test_the_seed_is_that_of_the_local_parameters():

@@ -143,6 +143,7 @@ class Evaluator:
           clients: the clients to measure.
         """
         check_clients(clients, "evaluate on")
+        check_values(self.algorithm, clients)
         other = copy.copy(self)
         other.clients = clients
         other._packer = Packer(clients, self._needs)
