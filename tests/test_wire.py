@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fedrecon as fr
 from fedrecon._src.core.upload import ROW_CHUNK, Upload
+from fedrecon._src.deploy.messages import read_tree
 
 
 def upload(clients=3, rows=ROW_CHUNK, seed=0):
@@ -31,6 +32,11 @@ def upload(clients=3, rows=ROW_CHUNK, seed=0):
         draw.integers(1, 9, clients).astype(np.float32),
         draw.normal(size=(clients, 2, 2)).astype(np.float32),
     )
+
+
+def test_a_message_of_many_arrays_is_read():
+    many = {f"block_{number}/attention/kernel": np.float32([number]) for number in range(2000)}
+    assert read_tree(fr.kit.to_bytes(many), many) == many
 
 
 LIKE = upload(1)

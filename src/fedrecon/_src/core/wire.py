@@ -20,7 +20,7 @@ FORMAT, VERSION = "fedrecon-message", "1"
 ABOUT = "fedrecon"
 MOST_HEADER = 2**20  # bytes of a header that lists arrays
 MOST_BYTES = 2**31  # of a message, by default
-SLACK = 2**16  # bytes that a message may have on top of its arrays: its header
+SLACK = 8 + MOST_HEADER  # bytes that a message may have on top of its arrays: a header, and how long it is
 
 T = TypeVar("T")
 
