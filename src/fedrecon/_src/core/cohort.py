@@ -47,7 +47,7 @@ class Cohort(NamedTuple):
       query: the examples that global parameters are updated or measured on.
       rows: for every group of lookup tables, `(clients, rows)` the ids of the rows that a client touches. Left out, as
         are `slots`, for groups in which no client of the population has an id twice, unless `Packer` was given
-        lengths: the rows are then those of the query examples, in their order (`lookups.lookup_tables.rows_in_order`).
+        lengths: the rows are then those of the query examples, in their order (`client.lookup_tables.rows_in_order`).
       num_rows: `(clients,)` how many of those rows are in use.
       slots: for every feature that indexes lookup tables, the position in `rows` of each query example's ids.
       support_slots: the same for support examples; empty unless `Needs.support_rows` is set.
