@@ -65,9 +65,7 @@ def per_fedavg(
             server,
             updater,
             client=kit.stateless_client(updater, predict),
-            reconstruct=lambda w, _, support, keys: kit.solve_local(
-                serving, adapt, w, kit.copy_params(w, keys), support
-            ),
+            reconstruct=lambda w, _, data, keys: kit.solve_local(serving, adapt, w, kit.copy_params(w, keys), data),
             needs=updater.needs(kit.half() if split is None else split, adapt.limit),
             support_limit=adapt.limit,
             steps=lambda support, query: update.steps(query) * (1 + adapt.steps(support)),

@@ -547,11 +547,10 @@ class _Loop:
         self._ahead = self._cohorts.prepare_ahead(done, stop - done) if done < stop else None
         meanwhile()
         reports = jax.tree.map(np.asarray, reports)
-        records = [
-            describe_round(self._algorithm.model, packed.first + r + 1, {name: v[r] for name, v in reports.items()})
-            | drawn.counts
-            for r, drawn in enumerate(packed.samples)
-        ]
+        records = []
+        for r, drawn in enumerate(packed.samples):
+            report = {name: value[r] for name, value in reports.items()}
+            records.append(describe_round(self._algorithm.model, packed.first + r + 1, report) | drawn.counts)
         self._put(order, cohort_state, _State(done, server, self.now.client_state), records)
 
     def _put(self, order: np.ndarray, cohort_state: Any, after: _State, records: Sequence[Record]) -> None:
