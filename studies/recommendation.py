@@ -449,8 +449,7 @@ def run_job(
             metrics |= measure_seen(fitted, protocol)
             leaky = _fit_with_negatives(method, protocol.train, protocol.everything, clients.num_items, seed, rates)
             metrics |= {f"leak {key}": value for key, value in measure_seen(leaky, protocol).items()}
-            if name == "ml-100k":
-                metrics |= measure_unseen(method, clients, seed, rates)
+            metrics |= measure_unseen(method, clients, seed, rates)
         else:
             fitted = fit(method, protocol.train, clients.num_items, seed)
             metrics |= measure_seen(fitted, protocol)
