@@ -1,5 +1,3 @@
-import errno
-import fcntl
 import json
 import math
 import os
@@ -123,21 +121,3 @@ def test_only_one_of_many_threads_holds_a_lock_at_a_time(tmp_path):
     for thread in threads:
         thread.join()
     assert (most, done) == (1, 20)
-
-
-def test_who_is_refused_leaves_the_holders_name(tmp_path):
-    with file_lock(tmp_path / "a"):
-        for _ in range(2):
-            with pytest.raises(LockedError, match=f"process {os.getpid()} on "), file_lock(tmp_path / "a"):
-                pass
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number):
-    def refuse(file, operation):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="cannot lock .*: make sure that no other process"), file_lock(tmp_path / "a"):
-        assert f"process {os.getpid()} on" in read_holder(tmp_path / "a")
-    assert not (tmp_path / "a").exists()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import errno
+import fcntl
 import json
 import os
 import re
 import socket
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from fedrecon._src.storage.atomic import StorageError, read_bytes, read_json, timestamp, write_bytes
 
-NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # some network file systems have none
+SECONDS_BETWEEN_TRIES = 0.1
 MAX_LOCK_BYTES = 2**16
 
 
@@ -29,8 +31,8 @@ def file_lock(
     """Lock a file while a block runs.
 
     The operating system holds the lock (`flock`). It is released when the process ends, however that happens, and a
-    lock file that a killed process leaves behind locks nothing. A second lock of the same file in one process is
-    refused like any other. Where the file system has no locks, a warning says so.
+    lock file that a killed process leaves behind locks nothing. A forked child shares the lock of its parent. A second
+    lock of the same file in one process is refused like any other.
 
     Args:
       path: the lock file, which names the holder. Missing folders are made; the file is removed at the end.
@@ -41,32 +43,22 @@ def file_lock(
     Raises:
       LockedError: another process holds it; the message says which.
     """
-    from filelock import FileLock, Timeout  # imported when it is used, so that commands start fast
-
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, fallback_to_soft=False)
-    try:
+    until = time.monotonic() + wait
+    while (file := _try_lock(path)) is None:
+        holder = read_holder(path)
+        if time.monotonic() >= until:
+            raise LockedError(f"{what or path} is in use by {holder}. Wait until it ends, or choose another folder.")
+        if on_wait is not None:
+            on_wait(holder)
+            on_wait = None
+        time.sleep(min(SECONDS_BETWEEN_TRIES, wait))
+    with file:
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            if wait and on_wait is not None:
-                on_wait(read_holder(path))
-            lock.acquire(timeout=wait)
-    except Timeout:
-        advice = "Wait until it ends, or choose another folder."
-        raise LockedError(f"{what or path} is in use by {read_holder(path)}. {advice}") from None
-    except OSError as problem:
-        if problem.errno not in NO_LOCKS:
-            raise
-        advice = "make sure that no other process writes here"
-        warnings.warn(f"cannot lock {path} ({problem.strerror}): {advice}.", stacklevel=3)
-    try:
-        path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": timestamp()}) + "\n")
-        yield path
-    finally:
-        path.unlink(missing_ok=True)  # before releasing the lock: others that opened this file see that it is gone
-        lock.release()
+            yield path
+        finally:
+            path.unlink(missing_ok=True)  # before releasing the lock: others that opened this file see that it is gone
 
 
 def read_holder(path: str | Path) -> str:
@@ -76,6 +68,34 @@ def read_holder(path: str | Path) -> str:
         return f"process {int(content['pid'])} on {content['host']!s:.100} (since {content['since']!s:.40})"
     except (ValueError, KeyError, TypeError, RecursionError):  # StorageError is a ValueError
         return "another process"
+
+
+def _try_lock(path: Path) -> IO[str] | None:
+    """Return the lock file, open, locked and naming this process; None if another process holds the lock."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError as problem:  # some network file systems have no locks
+            advice = "make sure that no other process writes here"
+            warnings.warn(f"cannot lock {path} ({problem.strerror}): {advice}.", stacklevel=4)
+        if _is_current(path, file):
+            break
+        file.close()  # its last holder removed it in the meantime
+    file.truncate(0)
+    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": timestamp()}) + "\n")
+    file.flush()
+    return file
+
+
+def _is_current(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 # ---- whose it is ----
