@@ -131,6 +131,22 @@ def test_a_gateway_refuses_a_result_of_round_zero_that_is_none_and_keeps_no_file
     assert not list(tmp_path.iterdir())
 
 
+def test_a_gateway_asks_to_join_again_where_its_file_of_round_zero_is_damaged(parts, tmp_path):
+    plan = default_plan()
+    gateway = gateway_of(plan, grid_of(parts), tmp_path)
+    gateway._file("run").write_bytes(b"damaged")
+    assert reason(gateway.handle(pack(Envelope("train", plan.digest, "run", 0)), 60.0)) == "not_joined"
+
+
+def test_a_gateway_answers_whatever_fails(parts):
+    class Broken(InProcess):
+        def nodes(self):
+            raise OverflowError("too many")
+
+    plan = quick_plan()
+    assert reason(gateway_of(plan, Broken({})).handle(join_of(plan), 60.0)) == "error"
+
+
 # ---- sockets ----
 
 

@@ -513,6 +513,15 @@ def test_a_run_with_patience_goes_on_without_its_records(tmp_path, norms):
     assert_same_bits(found.params, run(momentum(), rounds=4).params)
 
 
+def test_the_best_parameters_are_returned_if_records_are_lost_and_no_evaluation_follows(tmp_path, norms):
+    assert patient(norms, folder=tmp_path, callbacks=[Stop("evaluation", 6)]).interrupted
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.warns(StorageWarning, match="metrics.jsonl"):
+        found = patient(norms, folder=tmp_path, callbacks=[Stop("round", 7)])
+    assert (found.interrupted, found.best) == (True, 4)
+    assert_same_bits(found.params, run(momentum(), rounds=4).params)
+
+
 def test_diverged_clients_weigh_more_than_the_loss_in_what_is_best():
     def evaluation(diverged, loss):
         return {"diverged": diverged, "micro": {"loss": loss}}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedrecon._src.core.checks import check_number, check_rules
-from fedrecon._src.storage.atomic import read_bytes
+from fedrecon._src.storage.atomic import StorageError, read_bytes
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -189,7 +189,11 @@ def read_key(
     Raises:
       ValueError: it cannot be read, or is of another kind.
     """
-    return _load_key(read_bytes(path, MOST_KEY), load, kind, str(path), what)
+    try:
+        content = read_bytes(path, MOST_KEY)
+    except StorageError as error:
+        raise ValueError(f"{error}; fedrecon keys makes {what}") from None
+    return _load_key(content, load, kind, str(path), what)
 
 
 def _load_key(content: bytes, load: Callable[[bytes], Any], kind: type, name: str, what: str) -> Any:

@@ -72,6 +72,9 @@ class Gateway:
         except Failure as failure:
             self.say(f"refused: {failure.why}")
             return refusal(message, failure)
+        except Exception as error:
+            self.say(f"failed: {type(error).__name__}: {error}")
+            return refusal(message, Failure("error", f"the gateway failed with {type(error).__name__}"))
 
     def _register(self, message: Envelope, seconds: float) -> bytes:
         """Take part in a run, once there are clients who do."""
@@ -91,7 +94,10 @@ class Gateway:
             return b""
         if self.folder is None or not self._file(run).exists():
             raise Failure("not_joined", "this gateway has just started; ask it to join")
-        return self._file(run).read_bytes()
+        result = self._file(run).read_bytes()
+        with fails_with("not_joined", StateError, WireError):
+            self.plan.zero.read_result(result)
+        return result
 
     def _clients(self, message: Envelope, seconds: float, result: bytes) -> tuple[NodeRegistry, list[int]]:
         """Return the registry of the run of a message, and the clients in it; wait for the first of them."""

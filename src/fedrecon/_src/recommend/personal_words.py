@@ -137,7 +137,7 @@ class PersonalWords:
         """
         first_oov = self.vocabulary.first_oov
         usual = self.count * (self.recent.sum() / max(self.count.sum(), 1))
-        ratio = (self.recent + PRIOR) / (usual + PRIOR) if self.recent.any() else np.ones(first_oov + 1)
+        ratio = (self.recent + PRIOR) / (usual + PRIOR)  # above 1 for what the person writes about now
         if self._biased:
             ratio *= (self.count + PRIOR) / (self.expected + PRIOR)
         uses = np.fromiter(self._uses.values(), float)

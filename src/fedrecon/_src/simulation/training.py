@@ -475,7 +475,8 @@ class _Stopper:
 
     def better_than_last(self, done: int) -> int | None:
         """Return the round of the best evaluation if its parameters are not those of the last one."""
-        is_last = self.worse == 0 and not (done == 0 and self.fallback is not None)
+        is_last = self.worse == 0 if self.judged else self.best == done
+        is_last = is_last and not (done == 0 and self.fallback is not None)
         return None if self.best < 0 or is_last else self.best
 
     def checkpoint(self) -> dict[str, Any]:
