@@ -70,7 +70,7 @@ def test_the_page_follows_the_run_until_it_is_paused(browser, run):
 def test_the_page_says_that_the_coordinator_is_gone(browser, tmp_path):
     with serve_status(RunFolder(tmp_path / "run"), 15, dict, ("127.0.0.1", 0)) as port:
         page = open_page(browser, f"http://127.0.0.1:{port}/")
-        page.get_by_text("No round has ended yet").wait_for()
+        page.get_by_text("No loss has been reported yet").wait_for()
     page.get_by_text("cannot be reached").wait_for()
     page.context.close()
 
