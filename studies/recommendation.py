@@ -212,12 +212,13 @@ def _clients_of(sets: ItemSets, **columns: np.ndarray) -> fr.Clients:
 
 
 def _fit_fedrecon(train: ItemSets, num_items: int, seed: int) -> Fitted:
-    """Train as `fedrecon train --task clicks` does; a tenth of the users chooses dimensions, and trains as well."""
+    """Train as `fedrecon train --task clicks` does: a tenth of the users chooses dimensions and does not train."""
     clients = _clients_of(train, rating=np.ones(len(train.item), np.float32))
     clicks = Ratings(clients.columns, clients.starts, clients.ends, item_ids=np.arange(num_items))
     config = ClicksConfig(data=ClickData(source="the study"), seed=seed)
-    valid = clicks.take(np.arange(0, len(clicks), 10))
-    users = Users(clicks.cap(500), valid, valid)
+    validate = np.arange(len(clicks)) % 10 == 0
+    valid = clicks.take(validate)
+    users = Users(clicks.take(~validate).cap(500), valid, valid)
     ready = CLICKS.prepare(config, clicks, users, CLICKS.legend(config, clicks))
     algorithm = build_algorithm(ready.config, ready.model, users.train.num_examples)
     layout = build_layout(ready.config, ready.model)
