@@ -111,7 +111,7 @@ def test_an_explanation_says_what_whole_uploads_cost():
     noised = fr.explain(recon(fr.aggregators.private(1.0, 1.0, per_round=2), lookup_model()), clients)
     assert (plain.noised, noised.noised) == (False, True)
     assert "a client sends all" not in str(plain)
-    assert "a client sends all 164 B, not 94 B of rows" in str(noised)
+    assert "a client sends all 164 B, not 102 B of rows" in str(noised)
 
 
 def test_a_budget_is_met_by_the_planned_rounds():
