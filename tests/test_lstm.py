@@ -122,8 +122,10 @@ def test_clients_that_share_the_weights_are_one_batch():
         text = jax.jit(jax.vmap(lstm, axes)).lower(*of(axes)).as_text()
         return [line.split("->")[-1] for line in text.splitlines() if "stablehlo.dot_general" in line]
 
-    assert all(f"{CLIENTS * BATCH}x" in shape for shape in shapes_of_products(SHARED)[1:])
-    assert all(f"{CLIENTS}x{BATCH}x" in shape for shape in shapes_of_products(EACH)[1:])
+    # All but the one with the inputs, which may come anywhere.
+    for axes, rows in ((SHARED, f"{CLIENTS * BATCH}x"), (EACH, f"{CLIENTS}x{BATCH}x")):
+        shapes = shapes_of_products(axes)
+        assert sum(rows in shape for shape in shapes) >= len(shapes) - 1 > 0
 
 
 def test_a_merged_layer_treats_an_argument_that_is_not_mapped_like_any_other():
