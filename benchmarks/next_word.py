@@ -164,7 +164,7 @@ class Reconstruction:
         cohort = Packer(people, Needs(fr.split.support_only())).pack(order)
         self.shared = put_on_devices(model.init_global(jax.random.key(0)), place)
         self.support, self.keys = cohort.support, jax.random.split(jax.random.key(1), len(order))
-        self.run = compile_each(lambda params, part: algorithm.reconstruct(params, (), *part), place)
+        self.run = compile_each(lambda params, part: algorithm.method.reconstruct(params, (), *part), place)
         self.steps = number * SUPPORT_STEPS
 
     def call(self):
