@@ -382,7 +382,7 @@ def _facts(config: Config, fingerprint: str, earlier: dict[str, Any] | None, mad
     """Return what `run.json` says from the beginning."""
     source = Path(config.data.source)
     return {
-        "made_by": earlier["made_by"] if earlier else made_by,
+        "made_by": (earlier or {}).get("made_by", made_by),
         "config": to_json(config),
         "seed": config.seed,
         "versions": package_versions(jax, np, optax),
