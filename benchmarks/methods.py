@@ -16,13 +16,14 @@ def main():
     parser.add_argument("--data", default="synthetic")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    from studies.relatives import METHODS
+    from studies.relatives import METHODS, methods_of
 
     task = make_ratings(arguments.data)
     averaging = METHODS["fedavg"][1](task, RATE)  # the same object, so that it is compiled once
     figures, rows = {}, []
     before = time_rounds(averaging, task)
-    for name, (title, make) in METHODS.items():
+    for name in methods_of("ratings"):
+        title, make = METHODS[name]
         # Machines are noisy, so each method is compared with averaging before and after it.
         seconds, after = time_rounds(make(task, RATE), task), time_rounds(averaging, task)
         figures[name] = {"milliseconds": 1e3 * seconds, "times_averaging": 2 * seconds / (before + after)}

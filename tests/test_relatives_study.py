@@ -8,7 +8,9 @@ import pytest
 from studies.relatives import (
     JOBS,
     KEEPING,
+    MADE,
     METHODS,
+    ON_MADE_DATA,
     RATES,
     SEEN,
     STUDY,
@@ -16,6 +18,7 @@ from studies.relatives import (
     RelativesData,
     make_classes,
     metric_of,
+    rate_beyond,
     run_job,
 )
 from studies.report import compose, to_markdown
@@ -23,7 +26,7 @@ from studies.report import compose, to_markdown
 DATA = RelativesData(Path("nowhere"), clients=60, many=200)
 
 
-def small(job, rounds=2, rates=(1.0,)):
+def small(job, rounds=2, rates=(0.3, 1.0)):
     config = dataclasses.replace(job.config, rounds=rounds, evaluate_every=rounds)
     return dataclasses.replace(job, config=config, candidates={"learning_rate": rates})
 
@@ -32,8 +35,8 @@ def by_name(name):
     return next(job for job in JOBS if job.name == name)
 
 
-def test_every_task_has_every_method():
-    assert len(JOBS) == len(TASKS) * len(METHODS)
+def test_every_task_has_every_method_that_it_has_a_model_for():
+    assert len(JOBS) == len(TASKS) * len(METHODS) - len(ON_MADE_DATA) * (len(TASKS) - len(MADE))
     assert len({len(job.candidates["learning_rate"]) for job in JOBS}) == 1  # equally many trials
 
 
@@ -42,6 +45,14 @@ def test_clients_of_made_data_share_a_body_and_disagree_about_heads():
     assert 10 <= clients.sizes.min() <= clients.sizes.max() <= 40
     assert set(np.unique(clients.columns["label"])) == set(range(5))
     np.testing.assert_array_equal(make_classes(300).columns["x"], clients.columns["x"])
+
+
+@pytest.mark.parametrize(
+    ("losses", "rate"), [((2.0, 1.0), 9.0), ((1.0, 2.0), 0.33), ((1.0, np.nan), 0.33), ((np.inf, np.nan), 9.0)]
+)
+def test_the_third_rate_is_beyond_the_better_of_two(losses, rate):
+    trials = [{"learning_rate": tried, "valid": loss} for tried, loss in zip((1.0, 3.0), losses, strict=True)]
+    assert rate_beyond(trials) == rate
 
 
 def test_later_examples_of_those_who_train_are_not_trained_on():
