@@ -76,7 +76,7 @@ def test_each_relaxation_has_a_quarter_of_the_prior_and_the_whole_rate_again():
         step, state = server.update(jnp.ones(()), state, jnp.zeros(()))
         steps.append(-float(step))
     assert steps == pytest.approx([1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 1, 0.5, 1, 0.5])
-    assert list(early_stopping_of(config, people(10), loss_of, None).rounds) == [8, 10, 12]
+    assert list(early_stopping_of(config, people(10), loss_of).rounds) == [8, 10, 12]
 
 
 def test_relaxations_need_validation_users_to_judge_them_and_no_promise_of_privacy():

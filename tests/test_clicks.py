@@ -11,13 +11,23 @@ from fedrecon._src.app.cli import main
 from fedrecon._src.app.tuning import SPACES
 from fedrecon._src.core.display import silent
 from fedrecon._src.data.sources import DataError
+from fedrecon._src.models.factorization import ranking_params
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.cold_start import blend_popularity
+from fedrecon._src.recommend.cold_start import blend_popularity, repeat_shuffled
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
 from fedrecon._src.recommend.evaluation_table import compare_with_baselines
 from fedrecon._src.recommend.settings import Ranking
+from fedrecon._src.recommend.task import Users
 from fedrecon._src.recommend.tasks import CLICKS
-from fedrecon._src.recommend.tasks.clicks import largest_dim, upload_bytes
+from fedrecon._src.recommend.tasks.clicks import (
+    LENGTHS,
+    PRIORS,
+    choose_start,
+    largest_dim,
+    prior_of,
+    rank_for_judges,
+    upload_bytes,
+)
 from fedrecon._src.simulation.evaluation import Evaluation
 
 OPTIONS = ["--rounds", "60", "--jax-devices", "1", "--model.dim", "4", "--data.fractions", "0.6", "0.2", "0.2"]
@@ -84,7 +94,8 @@ def test_blending_leaves_popularity_as_it_is_where_it_was_kept(number):
     """Everybody has items 0 and 1, which are the most popular."""
     counts = np.array([9, 8, 2, 1])
     clients = fr.Clients.from_columns({"item": np.tile([0, 1], number)}, client=np.repeat(np.arange(number), 2))
-    kept = fr.models.popularity_factors(counts, dim=2)
+    kept = fr.models.ranking_params(np.zeros((4, 2), np.float32), counts)
+    kept["popularity_weight"][:] = 1
     weights = blend_popularity(kept, clients, fr.split.half(), 0.4, 1.0)["popularity_weight"]
     assert (weights > 0).all()
     good = fr.models.ranking_params(np.eye(2, dtype=np.float32)[[0, 0, 1, 1]], counts)  # 0 and 1 go together
@@ -311,6 +322,52 @@ def test_a_failed_training_on_clicks_is_reported_and_its_model_refused(folder, t
     assert "cannot be used because its training failed" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["failed"]
+
+
+def test_each_repetition_has_the_items_of_all_clients_in_another_order():
+    columns = {"item": np.arange(60), "weight": np.arange(60) / 60}
+    clients = fr.Clients.from_columns(columns, client=np.repeat([0, 1], [20, 40]))
+    repeated = repeat_shuffled(clients, 3)
+    assert repeated.sizes.tolist() == [20, 40] * 3
+    orders = [repeated[number]["item"].tolist() for number in (0, 2, 4)]
+    assert orders[0] == list(range(20))
+    assert all(sorted(order) == orders[0] for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    np.testing.assert_allclose(repeated.columns["weight"], repeated.columns["item"] / 60)
+
+
+def clicks_of_two_kinds(people):
+    """Return people who have seven of ten items of their kind."""
+    rng = np.random.default_rng(0)
+    item = np.concatenate([rng.permutation(10)[:7] + 10 * kind for kind in rng.integers(0, 2, people)])
+    return fr.Clients.from_columns({"item": item}, client=np.repeat(np.arange(people), 7))
+
+
+def test_the_start_has_the_length_that_ranks_best_for_validation_users():
+    config, valid = ClicksConfig(), clicks_of_two_kinds(20)
+    users = Users(valid, valid, valid)
+    # Only the second dimension tells the kinds apart, and with short embeddings the ridge hides it.
+    start = np.float32([[1.0, 0.1]] * 10 + [[1.0, -0.1]] * 10)
+    start[:, 0] += np.linspace(0, 0.5, 20, dtype=np.float32)
+    counts = np.ones(20)
+    measure = rank_for_judges(config, users)
+    chosen = choose_start(config, users, start, counts)
+    length = min(LENGTHS, key=lambda factor: abs(factor - chosen[0, 0] / start[0, 0]))
+    np.testing.assert_allclose(chosen, length * start, rtol=1e-6)
+    scores = {factor: measure(ranking_params(np.float32(factor) * start, counts)) for factor in LENGTHS}
+    assert scores[length] == max(scores.values()) > min(scores.values())
+
+
+def test_a_run_knows_the_prior_that_validation_users_chose(folder):
+    assert fr.recommend.load(folder / "run").saved.config.model.prior in PRIORS
+
+
+def test_too_few_validation_users_choose_neither_a_start_nor_a_prior():
+    clicks, valid = clicks_of_two_kinds(20), clicks_of_two_kinds(9)
+    users, start = Users(clicks, valid, valid), np.eye(20, 4, dtype=np.float32)
+    np.testing.assert_array_equal(choose_start(ClicksConfig(), users, start, np.ones(20)), start)
+    assert prior_of(ClicksConfig().model) == 10
+    assert prior_of(Ranking(prior=3.0)) == 3
 
 
 def test_dimensions_stay_within_the_budget_of_an_upload_and_the_number_of_items():

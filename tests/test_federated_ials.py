@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fedrecon as fr
 from fedrecon._src.client.closed_form import invert_positive
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.models.factorization import popularity_factors
+from fedrecon._src.models.factorization import ranking_params
 from fedrecon._src.recommend import ranking
 from toy_models import assert_close, one_by_one
 
@@ -209,7 +209,9 @@ def test_a_client_measures_itself_as_ranking_defines_it():
 @given(st.lists(st.integers(0, 50), min_size=3, max_size=20), st.integers(0, 3))
 def test_factors_of_popularity_rank_everybodys_items_by_popularity(counts, size):
     person = ranking.ItemSets(1, np.zeros(size, int), np.arange(size))
-    scores = ranking.score_by_factors(popularity_factors(np.array(counts), 4), 0.4, 1.0)(person)[0]
+    params = ranking_params(np.zeros((len(counts), 4)), np.array(counts))
+    params["popularity_weight"][:] = 1
+    scores = ranking.score_by_factors(params, 0.4, 1.0)(person)[0]
     assert (np.sign(np.subtract.outer(scores, scores)) == np.sign(np.subtract.outer(counts, counts))).all()
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 import re
@@ -539,28 +538,6 @@ def test_a_model_that_training_makes_worse_is_kept_as_it_was_before_the_first_ro
     assert "keeping round 0" in found.stopped
     assert_same_bits(found.params, run(momentum(), rounds=0).params)
     assert [entry["round"] for entry in found.history if entry["kind"] == "evaluation"] == [0, 2, 4]
-
-
-def test_something_simple_is_kept_if_no_round_is_better(norms, tmp_path):
-    start = run(momentum(), rounds=0).params
-    simple = {name: 2 * norms[-1] * leaf / norm_of(start) for name, leaf in start.items()}
-    stopping = fr.EarlyStopping(2, fallback=simple)
-    validation = fr.Validation(judged_by(norm_of(simple)), 2, stopping)
-    found = run(momentum(), valid=validation)
-    assert (found.rounds, found.best) == (4, 0)
-    assert_same_bits(found.params, simple)
-    wide = fr.EarlyStopping(2, fallback={name: np.asarray(leaf, np.float64) for name, leaf in simple.items()})
-    in_doubles = dataclasses.replace(validation, early_stopping=wide)
-    assert run(momentum(), folder=tmp_path, callbacks=[Stop("round", 3)], valid=in_doubles).interrupted
-    assert_same_bits(run(momentum(), folder=tmp_path, valid=in_doubles).params, simple)
-    at_once = run(momentum(), rounds=0, valid=validation)
-    assert at_once.best == 0
-    assert_same_bits(at_once.params, simple)
-    better = run(momentum(), valid=fr.Validation(judged_by(norms[-1]), 2, stopping))
-    assert better.best is None
-    assert_same_bits(better.params, run(momentum()).params)
-    with pytest.raises(ValueError, match="`fallback`"):
-        run(momentum(), valid=fr.Validation(ratings(), 2, fr.EarlyStopping(2, fallback={"x": np.zeros(3)})))
 
 
 def test_what_evaluations_are_judged_by_can_be_chosen(norms):

@@ -10,7 +10,6 @@ from fedrecon._src.models import learned_default as learned_default
 from fedrecon._src.models import logistic_factorization as logistic_factorization
 from fedrecon._src.models import matrix_factorization as matrix_factorization
 from fedrecon._src.models import next_word as next_word
-from fedrecon._src.models import popularity_factors as popularity_factors
 from fedrecon._src.models import ranking_factorization as ranking_factorization
 from fedrecon._src.models import ranking_metrics as ranking_metrics
 from fedrecon._src.models import ranking_params as ranking_params

@@ -27,7 +27,7 @@ def learning_curve(records: Sequence[Mapping[str, Any]], path: Path, measures: S
     from matplotlib.figure import Figure
 
     rounds = [record for record in records if record["kind"] == "round"]
-    evaluations = [record for record in records if record["kind"] == "evaluation" and not record.get("fallback")]
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     figure.suptitle("Learning curve")
     left, right = figure.subplots(1, 2)

@@ -63,8 +63,7 @@ SPACES: Mapping[str, Mapping[str, Any]] = {
     "clicks": {
         "model.dim": (32, 64, 128, 256),
         "model.unobserved": [0.05, 2.0],
-        "model.ridge": [0.1, 10.0],
-        "model.prior": [1.0, 100.0],
+        "model.prior": [0.3, 100.0],
         "server.learning_rate": [0.003, 0.05],
         "rounds": (30, 60, 120),
     },

@@ -7,7 +7,6 @@ from fedrecon._src.models.extensions import learned_default as learned_default
 from fedrecon._src.models.extensions import standardize as standardize
 from fedrecon._src.models.factorization import logistic_factorization as logistic_factorization
 from fedrecon._src.models.factorization import matrix_factorization as matrix_factorization
-from fedrecon._src.models.factorization import popularity_factors as popularity_factors
 from fedrecon._src.models.factorization import ranking_factorization as ranking_factorization
 from fedrecon._src.models.factorization import ranking_metrics as ranking_metrics
 from fedrecon._src.models.factorization import ranking_params as ranking_params

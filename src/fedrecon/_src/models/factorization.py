@@ -201,23 +201,6 @@ def ranking_params(items: Any, counts: Any = None) -> Params:
     }
 
 
-def popularity_factors(counts: np.ndarray, dim: int) -> Params:
-    """Return global parameters of `ranking_factorization` that rank items by popularity, for everybody.
-
-    Args:
-      counts: `(items,)` how many people have each item.
-      dim: length of the embeddings.
-
-    Example:
-      >>> import fedrecon as fr
-      >>> import numpy as np
-      >>> fr.models.popularity_factors(np.array([4, 1]), dim=2)["item_popularity"].tolist()
-      [1.0, 0.25]
-    """
-    params = ranking_params(np.zeros((len(counts), dim), np.float32), counts)
-    return {**params, "popularity_weight": np.ones(len(BLEND_AFTER), np.float32)}
-
-
 def ranking_metrics(
     scores: Any,
     *,

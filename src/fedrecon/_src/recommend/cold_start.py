@@ -14,7 +14,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import BLEND_AFTER
-from fedrecon._src.core.clients import Clients
+from fedrecon._src.core.clients import Clients, rows_of
 from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import Split, at_most
 from fedrecon._src.recommend import baselines, ranking
@@ -162,7 +162,7 @@ def blend_popularity(
 
     Args:
       params: of `models.ranking_factorization`.
-      clients: validation users.
+      clients: validation users, each maybe several times with items in another order.
       split: which of their items are known and which hidden.
       unobserved: as for `federated_ials`.
       ridge: the same.
@@ -196,6 +196,23 @@ def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
 
 def _ndcg(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> float:
     return ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None).metrics["ndcg@100"]
+
+
+def repeat_shuffled(clients: Clients, times: int) -> Clients:
+    """Return the items of clients in their order, then again in other orders, so that a split divides them anew.
+
+    Args:
+      clients: with a column `item`, and maybe a column `weight`.
+      times: how often each client is in the result.
+    """
+    parts = [clients, *(clients.shuffle(number) for number in range(1, times))]
+    columns = {
+        name: np.concatenate([np.asarray(part.columns[name])[rows_of(part.starts, part.ends)] for part in parts])
+        for name in ("item", "weight")
+        if name in clients.columns
+    }
+    ends = np.cumsum(np.tile(clients.sizes, times))
+    return Clients(columns, np.append(0, ends[:-1]), ends)
 
 
 def _first_users(clients: Clients) -> Clients:

@@ -92,8 +92,8 @@ class Config:
       evaluate_every: evaluate the validation clients every n rounds and at the end; 0 for the end alone.
       patience: of the models before the first round, after the last, and after each relaxation of a prior, keep the one
         that is best on validation clients, of which there must be 10. The best has the lowest loss, or for clicks the
-        highest NDCG. For clicks, the model before the first round is popularity, unless the run is private. Stop
-        training after this many evaluations in a row without improvement. None keeps the model of the last round.
+        highest NDCG; if popularity ranks better than the best, it is kept. Stop training after this many evaluations
+        in a row without improvement. None keeps the model of the last round.
       checkpoint_every: save the state every n rounds: the most that is lost if the process is killed.
       seed: seed of the parameters and of who takes part when.
       jax_devices: how many JAX devices run clients in each process; by default all, with one for each core of a CPU.
@@ -132,11 +132,6 @@ class Config:
     def relaxations(self) -> int:
         """How often the prior may be relaxed after the rounds."""
         return getattr(self.model, "relax", 0)
-
-    @property
-    def falls_back_on_popularity(self) -> bool:
-        """Whether the model before the first round is popularity, which a private run must not know."""
-        return self.task == "clicks" and not self.privacy.on
 
     @property
     def remedy(self) -> str:

@@ -39,7 +39,7 @@ def prepare_training(config: Config, data: Any, progress: Progress = silent) -> 
     task = task_of(config)
     users = task.divide(config, data, progress)
     check_some_can_learn(config, task, users)
-    return task.prepare(config, data, users, task.legend(config, data, users))
+    return task.prepare(config, data, users, task.legend(config, data, users), progress=progress)
 
 
 def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | None, **options: Any) -> Run:
@@ -53,7 +53,7 @@ def train_algorithm(ready: Ready, algorithm: Algorithm, evaluator: Evaluator | N
     """
     config, users = ready.config, ready.users
     evaluate = evaluate_by_divisions(evaluator, config, users)
-    early_stopping = early_stopping_of(config, users, task_of(config).score, ready.fallback)
+    early_stopping = early_stopping_of(config, users, task_of(config).score)
     return run_rounds(
         algorithm,
         users.train,

@@ -63,13 +63,13 @@ def judges_of(users: Users) -> int:
     return int((users.valid.sizes >= 2).sum())
 
 
-def early_stopping_of(config: Config, users: Users, score: Score, fallback: Any) -> EarlyStopping | None:
+def early_stopping_of(config: Config, users: Users, score: Score) -> EarlyStopping | None:
     """Return when training stops early; None if it runs all rounds."""
     if (patience := patience_of(config, users)) is None:
         return None
     # The evaluations that count: after the last round of the settings, and of each relaxation.
     rounds = range(config.rounds, config.most_rounds + 1, max(1, relaxed_rounds(config.rounds, 1)))
-    return EarlyStopping(patience, rounds, score, fallback)
+    return EarlyStopping(patience, rounds, score)
 
 
 def rounds_of(config: Config, users: Users) -> int:
@@ -91,8 +91,7 @@ def say_rounds(config: Config, users: Users, people: str = "users") -> str:
     elif config.patience is not None:
         if more := rounds_of(config, users) - config.rounds:
             text += f" Up to {more} more follow with a weaker and weaker prior, as long as validation results improve."
-        simple = "popularity" if config.falls_back_on_popularity else "the one before the first round"
-        text += f" The best model for validation {people} is kept, even if it is {simple}."
+        text += f" The best model for validation {people} is kept, even if it is the one before the first round."
     return text + "".join(f" {sentence}" for sentence in say_few_tested(config, test, people))
 
 
@@ -128,16 +127,13 @@ def say_how_to_test_more(config: Config) -> str:
     return f"Train with --data.fractions {option} to test on about a fifth of all."
 
 
-def say_kept(config: Config, best: int, people: str) -> str:
+def say_kept(best: int, people: str) -> str:
     """Say which model is kept, where it is not the last.
 
     Args:
-      config: the settings.
       best: the round after which it was the model; 0 for what there was before the first.
       people: what clients are called.
     """
-    if best == 0 and config.falls_back_on_popularity:
-        return f"kept popularity: the trained model does not rank better for validation {people}"
     when = f"after round {best}" if best else "from before the first round"
     return f"kept the model {when}, the best on validation {people}"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import Progress
+from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.core.model import Model
 from fedrecon._src.data.ratings import RatingLimits
 from fedrecon._src.data.sources import DataError
@@ -98,7 +98,6 @@ class Ready(NamedTuple):
       model: as it starts.
       remarks: what was read and what was decided from it, for people.
       releases: what that look gave away about the training clients, with noise; for the ledger of a private run.
-      fallback: global parameters of something simple that validation clients may prefer; None if there are none.
     """
 
     config: Any
@@ -107,7 +106,6 @@ class Ready(NamedTuple):
     model: Model
     remarks: tuple[str, ...] = ()
     releases: tuple[Release, ...] = ()
-    fallback: Any = None
 
 
 class Read(NamedTuple):
@@ -201,7 +199,7 @@ class Task(Protocol[C, D, L]):
           aggregator: how updates become one.
         """
 
-    def prepare(self, config: C, data: D, users: Users, legend: L) -> Ready:
+    def prepare(self, config: C, data: D, users: Users, legend: L, *, progress: Progress = silent) -> Ready:
         """Return all that training needs, by sums over the training clients."""
 
     def score(self, metrics: Mapping[str, float]) -> float:
@@ -211,6 +209,10 @@ class Task(Protocol[C, D, L]):
     def finish(self, config: C, users: Users, algorithm: Algorithm, params: Any) -> Any:
         """Return global parameters as they are served, after the last round."""
         return params
+
+    def remark(self, params: Any) -> str | None:
+        """Say what is unusual about a finished model, if anything is."""
+        return None
 
     # ---- evaluation and inference ----
 

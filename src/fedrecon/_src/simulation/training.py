@@ -23,7 +23,6 @@ from fedrecon._src.core.clients import Clients, check_clients
 from fedrecon._src.core.display import Progress, bars
 from fedrecon._src.core.keys import run_keys
 from fedrecon._src.core.model import Model, finish, metric_names
-from fedrecon._src.core.pytrees import check_shapes, flatten, unflatten
 from fedrecon._src.privacy.ledger import Ledger, Spending, spending
 from fedrecon._src.server.aggregator import Report
 from fedrecon._src.simulation.divergence import DivergenceMonitor
@@ -144,8 +143,6 @@ class EarlyStopping:
       rounds: evaluate after these rounds, and let only these evaluations and the one before the first round count.
         While the learning rate is high, evaluations are mostly chance. Empty for all.
       score: a function of the metrics over all examples; lower is better.
-      fallback: global parameters of something simple, evaluated before the first round instead of the initial ones.
-        They are kept if no others are better.
 
     Example:
       >>> import fedrecon as fr
@@ -156,7 +153,6 @@ class EarlyStopping:
     patience: int = 1
     rounds: Collection[int] = ()
     score: Score = loss_of
-    fallback: Any = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -221,7 +217,7 @@ class Run:
       ledger: the privacy spent; None if `train` got no ledger.
       stopped: why training ended before the last round by itself; None if it did not.
       best: with `early_stopping`, the round whose parameters these are, if not the last; None if they are the last. 0
-        is before the first round: the initial parameters, or the `fallback`.
+        is before the first round: the initial parameters.
 
     Example:
       >>> import fedrecon as fr
@@ -416,10 +412,8 @@ class _Training:
         if isinstance(evaluate, Evaluator):
             state = () if evaluate.protocol == "recon" else state
             evaluate = evaluate.measure  # the monitor warns of clients that diverged, once
-        falls_back = now == 0 and stopper.fallback is not None
-        params = stopper.fallback if falls_back else self.loop.params()
-        entry = {"kind": "evaluation", "round": now, **({"fallback": True} if falls_back else {})}
-        entry |= evaluate(params, state).summary()  # type: ignore[operator]
+        params = self.loop.params()
+        entry = {"kind": "evaluation", "round": now, **evaluate(params, state).summary()}  # type: ignore[operator]
         entry |= {} if self.spent is None else {"epsilon": self.spent.after(now).epsilon}
         stopper.judge(entry, params)
         self._record(entry)
@@ -452,8 +446,6 @@ class _Stopper:
         self.settings, self.rounds = settings, () if settings is None else settings.rounds
         self.best, self.rank, self.params = -1, (np.inf, np.inf), None if settings is None else loop.params()
         self.judged: list[int] = []  # the rounds of all evaluations that count
-        fallback = None if settings is None else settings.fallback
-        self.fallback = None if fallback is None else _convert_fallback(fallback, loop.params())
 
     @property
     def worse(self) -> int:
@@ -476,7 +468,6 @@ class _Stopper:
     def better_than_last(self, done: int) -> int | None:
         """Return the round of the best evaluation if its parameters are not those of the last one."""
         is_last = self.worse == 0 if self.judged else self.best == done
-        is_last = is_last and not (done == 0 and self.fallback is not None)
         return None if self.best < 0 or is_last else self.best
 
     def checkpoint(self) -> dict[str, Any]:
@@ -491,13 +482,6 @@ class _Stopper:
         number, diverged, score = map(float, saved["best"]["numbers"])
         self.best, self.rank, self.params = int(number), (diverged, score), saved["best"]["params"]
         self.judged = [record["round"] for record in records if self.settings.counts(record)]
-
-
-def _convert_fallback(fallback: Any, params: Any) -> Any:
-    """Return the fallback in the types and containers of global parameters."""
-    check_shapes("fallback", fallback, params)
-    (expected, structure), (leaves, _) = flatten(params), flatten(fallback)
-    return unflatten(structure, {path: np.asarray(leaves[path], leaf.dtype) for path, leaf in expected.items()})
 
 
 class _State(NamedTuple):

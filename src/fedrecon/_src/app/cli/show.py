@@ -125,8 +125,7 @@ def progress_of(record: dict[str, Any], measures: Sequence[Measure], first_evalu
     elif diverged:
         figures += f" (of {clients - diverged}; {diverged} diverged)"
     spent = f", epsilon {record['epsilon']:.3g}" if "epsilon" in record else ""
-    simple = "popularity" if record.get("fallback") else "before the first round"
-    when = f"round {record['round']}" if record["round"] else simple
+    when = f"round {record['round']}" if record["round"] else "before the first round"
     remark(f"{when}: validation {figures}{spent}")
 
 

@@ -204,8 +204,10 @@ def _report(out: Path, outcome: ExperimentResult, task: Task[Any, Any, Any]) -> 
     if run.ledger is not None:
         print(f"privacy: {run.ledger.summary()}")
         print(f"         {NOT_COVERED}")
-    if run.best is not None:
-        show.remark(say_kept(config, run.best, task.people))
+    if remark := task.remark(run.params):
+        show.remark(remark)
+    elif run.best is not None:
+        show.remark(say_kept(run.best, task.people))
     if run.stopped is not None:
         show.remark(f"stopped after {run.rounds} of {outcome.most_rounds} rounds: {run.stopped}")
     if outcome.model.failed is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,39 @@ from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.algorithms.federated_ials import federated_ials
 from fedrecon._src.client.optimizers import with_prior
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import Progress, say_left_out
+from fedrecon._src.core.display import Progress, say_left_out, silent
 from fedrecon._src.core.model import Model
 from fedrecon._src.core.pytrees import Params
 from fedrecon._src.data import Ratings
 from fedrecon._src.data.columns import describe_columns
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
-from fedrecon._src.models.factorization import popularity_factors, ranking_params
+from fedrecon._src.models.factorization import ranking_params
 from fedrecon._src.recommend import cold_start, ranking
 from fedrecon._src.recommend.config import ClicksConfig, Reading, change_settings
 from fedrecon._src.recommend.rating_model import Items
-from fedrecon._src.recommend.recipe import build_split, evaluation_split, server_optimizer
+from fedrecon._src.recommend.recipe import (
+    build_aggregator,
+    build_layout,
+    build_split,
+    evaluation_split,
+    server_optimizer,
+)
 from fedrecon._src.recommend.round_zero import RoundZero
 from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.spectral_start import SpectralStart, estimate_clicks
-from fedrecon._src.recommend.stopping import JUDGES, judges_of, say_rounds
+from fedrecon._src.recommend.stopping import JUDGES, divisions_of, judges_of, say_rounds
 from fedrecon._src.recommend.task import Measure, Read, Ready, Table, Task, Users
 from fedrecon._src.recommend.tasks.ratings import ItemsTask
 from fedrecon._src.server import Aggregator
 from fedrecon._src.simulation.evaluation import Evaluation
+from fedrecon._src.simulation.training import ProgressBar, train
 
 DIMS = (32, 64, 128, 256, 512, 1024)
 DEPLOYED_DIM, LEAST_DIM = 64, 128
 ALMOST = 0.98
+PRIORS = (10.0, 1.0)  # that are tried; the first where nothing is
+LENGTHS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # of embeddings at the start, as multiples of the spectral start's
 TABLES, MOST_MEMORY = 8, 2**31  # of the server: embeddings, offsets, their start and Adam's moments, in bytes
 MOST_JUDGES = 1000  # validation users that dimensions are chosen on
 EASE_BYTES, EASE_FLOPS = 24, 5e10  # at once for each pair of items; in a second
@@ -63,22 +72,55 @@ def start_from(model: Model, params: Params) -> Model:
     return model._replace(init_global=lambda key: jax.tree.map(jnp.asarray, params))
 
 
-def choose_dim(config: ClicksConfig, users: Users, item_embedding: np.ndarray, counts: np.ndarray) -> int:
-    """Return the least number of dimensions that ranks almost as well as more do for validation users, untrained.
+def prior_of(settings: Ranking) -> float:
+    """Return the prior where validation users do not choose it."""
+    return PRIORS[0] if settings.prior == "auto" else settings.prior
 
-    Below 128 the untrained start says too little about what training makes of it, so less is only for a smaller budget.
+
+def rank_for_judges(config: ClicksConfig, users: Users) -> Callable[[Any], float]:
+    """Return a function of global parameters: their NDCG@100 for validation users, 0 if they are not finite."""
+    judges = cold_start.repeat_shuffled(users.valid, divisions_of(config, users))
+    judges = judges.take(np.arange(min(len(judges), MOST_JUDGES)))
+    holdout = ranking.split_items(judges, evaluation_split(config))
+
+    def measure(params: Any) -> float:
+        if not np.isfinite(params["gram"]).all():
+            return 0.0
+        scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
+        return ranking.rank(scorer, holdout, len(params["item_embedding"]), coverage_at=None).metrics[NDCG.name]
+
+    return measure
+
+
+def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the item embeddings that training starts from: as many dimensions and as long as suits validation users.
+
+    The length is the one that ranks best, untrained: the longer embeddings are, the more a few items say about a
+    person, because the ridge stays the same. Of the dimensions, it is the least number that ranks almost as well as
+    more do. Below 128 the untrained start says too little about what training makes of it, so less is only for a
+    smaller budget.
+
+    Args:
+      config: the settings.
+      users: divided.
+      item_embedding: the spectral start in as many dimensions as there may be.
+      counts: how many people have each item.
     """
     most = item_embedding.shape[1]
-    dims = [dim for dim in DIMS if LEAST_DIM <= dim <= most]
-    if not dims or judges_of(users) < JUDGES:
-        return min(LEAST_DIM, most)
-    judges, scores = users.valid.take(np.arange(min(len(users.valid), MOST_JUDGES))), []
-    holdout = ranking.split_items(judges, evaluation_split(config))
-    for dim in dims:
-        params = ranking_params(item_embedding[:, :dim], counts)
-        scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
-        scores.append(ranking.rank(scorer, holdout, len(counts), coverage_at=None).metrics[NDCG.name])
-    return next(dim for dim, score in zip(dims, scores, strict=True) if score >= ALMOST * max(scores))
+    dims = [dim for dim in DIMS if LEAST_DIM <= dim < most] if config.model.dim == "auto" else []
+    dims.append(most)
+    if judges_of(users) < JUDGES:
+        return item_embedding[:, : dims[0]]
+    measure = rank_for_judges(config, users)
+
+    def ndcg(dim: int, length: float) -> float:
+        return measure(ranking_params(np.float32(length) * item_embedding[:, :dim], counts))
+
+    by_length = {length: ndcg(dims[0], length) for length in LENGTHS}
+    length = max(LENGTHS, key=by_length.__getitem__)
+    by_dim = {dims[0]: by_length[length]} | {dim: ndcg(dim, length) for dim in dims[1:]}
+    dim = min(dim for dim, score in by_dim.items() if score >= ALMOST * max(by_dim.values()))
+    return np.float32(length) * item_embedding[:, :dim]
 
 
 def largest_dim(config: ClicksConfig, train: Clients, num_items: int) -> int:
@@ -164,13 +206,15 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         names = ("unobserved", "ridge", "second_order", "both_ways")
         return federated_ials(
             model,
-            server=with_prior(server, settings.prior, examples=examples, around_start=around_start),
+            server=with_prior(server, prior_of(settings), examples=examples, around_start=around_start),
             split=build_split(config.split.train, config.split),
             aggregate=aggregator,
             **{name: getattr(settings, name) for name in names},
         )
 
-    def prepare(self, config: ClicksConfig, clicks: Ratings, users: Users, items: Items) -> Ready:
+    def prepare(
+        self, config: ClicksConfig, clicks: Ratings, users: Users, items: Items, *, progress: Progress = silent
+    ) -> Ready:
         config = change_settings(config, {"model.at_least": config.data.at_least})
         users = Users(*(self.view(config, part) for part in users))
         if config.privacy.on:
@@ -181,13 +225,35 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         dim = config.model.dim
         most = largest_dim(config, users.train, len(items)) if dim == "auto" else min(dim, len(items))
         result = estimate_clicks(users.train, len(items), most)
-        item_embedding = result.item_embedding
-        dim = choose_dim(config, users, item_embedding, result.item_count) if dim == "auto" else most
-        config = change_settings(config, {"model.dim": dim})
-        params = ranking_params(item_embedding[:, :dim], items.counts)
+        item_embedding = choose_start(config, users, result.item_embedding, result.item_count)
+        config = change_settings(config, {"model.dim": item_embedding.shape[1]})
+        params = ranking_params(item_embedding, items.counts)
         model = start_from(self.build_model(config, items), params)
-        fallback = popularity_factors(np.asarray(items.counts), dim)
-        return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)), fallback=fallback)
+        config = self._choose_prior(config, users, model, progress)
+        return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
+
+    def _choose_prior(self, config: ClicksConfig, users: Users, model: Model, progress: Progress) -> ClicksConfig:
+        """Return the settings with the prior that ranks best for validation users after a third of the rounds."""
+        rounds = config.rounds // 3
+        if config.model.prior != "auto" or config.patience is None or judges_of(users) < JUDGES or not rounds:
+            return change_settings(config, {"model.prior": prior_of(config.model)})
+        measure, results = rank_for_judges(config, users), {}
+        for prior in PRIORS:
+            trial = change_settings(config, {"model.prior": prior, "rounds": rounds})
+            aggregator = build_aggregator(trial, model)
+            run = train(
+                self.build_algorithm(trial, model, users.train.num_examples, aggregator),
+                users.train,
+                rounds=rounds,
+                clients_per_round=config.sampling,
+                seed=config.seed,
+                layout=build_layout(config, model),
+                callbacks=[ProgressBar(progress)],
+            )
+            if run.interrupted:
+                raise KeyboardInterrupt
+            results[prior] = measure(run.params)
+        return change_settings(config, {"model.prior": max(PRIORS, key=results.__getitem__)})
 
     def score(self, metrics: Mapping[str, float]) -> float:
         return -metrics.get(NDCG.name, np.nan)
@@ -198,7 +264,12 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         if config.privacy.on or not judged or not np.isfinite(params["item_embedding"]).all():
             return params
         unobserved, ridge = config.model.unobserved, config.model.ridge
-        return cold_start.blend_popularity(params, users.valid, evaluation_split(config), unobserved, ridge)
+        valid = cold_start.repeat_shuffled(users.valid, divisions_of(config, users))
+        return cold_start.blend_popularity(params, valid, evaluation_split(config), unobserved, ridge)
+
+    def remark(self, params: Any) -> str | None:
+        alone = (np.asarray(params["popularity_weight"][1:]) >= cold_start.BLENDS[-1]).all()
+        return "kept popularity: the trained model does not rank better for validation users" if alone else None
 
     # ---- evaluation ----
 

@@ -294,7 +294,14 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
         return build_reconstruction_algorithm(config, model, server, aggregator, ridges_of(config))
 
     def prepare(
-        self, config: RatingsConfig, data: Ratings, users: Users, items: Items, population: Population | None = None
+        self,
+        config: RatingsConfig,
+        data: Ratings,
+        users: Users,
+        items: Items,
+        population: Population | None = None,
+        *,
+        progress: Progress = silent,
     ) -> Ready:
         """Ask the training users for sums, and put what follows from them into settings, items and model.
 
@@ -307,6 +314,7 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
           items: what ids stand for.
           population: in a private run, compute the noise for these, and let the sums have as much of it as theirs;
             None for those who train.
+          progress: a progress display.
         """
         state, releases = _run_round_zero(config, users.train, len(items), population)
         counts = None if state.bounds is None else state.visible_counts

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
-from fedrecon._src.core.display import Progress, say_left_out
+from fedrecon._src.core.display import Progress, say_left_out, silent
 from fedrecon._src.core.model import Model
 from fedrecon._src.data import Corpus, Sentences, Vocabulary, load_text, prepare_stackoverflow
 from fedrecon._src.data.corpus_writer import KEPT_WORDS
@@ -221,7 +221,9 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
     def build_algorithm(self, config: TextConfig, model: Model, examples: float, aggregator: Aggregator) -> Algorithm:
         return build_reconstruction_algorithm(config, model, server_optimizer(config), aggregator)
 
-    def prepare(self, config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary) -> Ready:
+    def prepare(
+        self, config: TextConfig, corpus: Corpus, users: Users, words: Vocabulary, *, progress: Progress = silent
+    ) -> Ready:
         """Choose how many clients a round takes, if settings leave that open, and describe the data."""
         if config.sampling.clients_per_round is None:
             size = cohort_size(len(users.train), private=config.privacy.on)
