@@ -1,6 +1,9 @@
-"""Ranking on MovieLens 1M: a federated model next to central ones that see everybody's data.
+"""Ranking: a federated model next to central ones that see everybody's data.
 
 python -m studies ranking --data ml-1m.zip --out study
+python -m studies ranking --data clicks.csv --out study --only popularity ease federated
+
+Of MovieLens, items with a rating of 4 or 5 count; of a file of clicks, all.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import fedrecon as fr
 from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig
+from fedrecon._src.recommend.default_training import train_model
 from fedrecon._src.recommend.ranking import ItemSets, RankingResult, Scorer
+from fedrecon._src.recommend.recipe import build_layout, make_evaluator
 from fedrecon._src.recommend.tasks import CLICKS, Users, build_algorithm
 from fedrecon.data import Ratings
 from studies.study import (
@@ -70,8 +75,10 @@ class ClicksData:
     def facts(self) -> list[str]:
         """Describe the data and how it is divided."""
         train, valid, test = map(len, self.users)
+        at_least = self.config.data.at_least
+        kind = "clicks on" if at_least is None else f"ratings of at least {at_least:g}, of"
         return [
-            f"Data: {self.clicks.num_examples:,} ratings of at least {AT_LEAST:g}, of {self.clicks.num_items:,} items, "
+            f"Data: {self.clicks.num_examples:,} {kind} {self.clicks.num_items:,} items, "
             f"by {len(self.clicks):,} users (fingerprint {self.fingerprint()}).",
             f"Strong generalization: {train:,} users train, settings are chosen on {valid:,} others, and {test:,} more "
             "are tested. Of users who are not in training, 80 % of the items are known; the others are to be ranked "
@@ -90,8 +97,9 @@ class ClicksData:
 
 
 def load(source: str, progress: Progress = silent) -> ClicksData:
-    """Load what people like, from ratings by name or path."""
-    config = ClicksConfig(data=ClickData(source=source, at_least=AT_LEAST))
+    """Load what people like: by ratings of MovieLens, a name or a zip file, or by any file of clicks."""
+    rated = source.startswith("movielens") or source.endswith(".zip")
+    config = ClicksConfig(data=ClickData(source=source, at_least=AT_LEAST if rated else None))
     return ClicksData(CLICKS.load(config, progress), config)
 
 
@@ -184,21 +192,25 @@ def fit_best(job: Job, data: ClicksData, seed: int) -> tuple[Scorer, list[dict[s
 # ---- the federated method ----
 
 
-def train_federated(job: Job, data: ClicksData, seed: int, progress: Progress) -> tuple[Scorer, Any]:
-    """Train as `fedrecon train --task clicks` does; return how items are ranked, and the parameters."""
-    config = dataclasses.replace(data.config, model=job.config.model, rounds=job.config.rounds, seed=seed)
-    ready = CLICKS.prepare(config, data.clicks, data.users, CLICKS.legend(config, data.clicks))
-    clients = ready.users.train
-    algorithm = build_algorithm(ready.config, ready.model, clients.num_examples)
-    options: dict[str, Any] = {
-        "clients_per_round": config.sampling,
-        "seed": seed,
-        "callbacks": [fr.ProgressBar(progress)],
-    }
-    run = fr.train(algorithm, clients, rounds=config.rounds, **options)
+def train_federated(
+    config: ClicksConfig, clicks: Ratings, users: Users, progress: Progress = silent
+) -> tuple[fr.Algorithm, Any]:
+    """Train as `fedrecon train --task clicks` does; return the algorithm and the parameters.
+
+    Args:
+      config: the settings.
+      clicks: of all users.
+      users: who trains, and who chooses settings.
+      progress: a progress display.
+    """
+    ready = CLICKS.prepare(config, clicks, users, CLICKS.legend(config, clicks), progress=progress)
+    algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
+    layout = build_layout(ready.config, ready.model)
+    evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)
+    run, _ = train_model(ready, algorithm, evaluator, layout=layout, callbacks=[fr.ProgressBar(progress)])
     if run.interrupted:
         raise KeyboardInterrupt
-    return ranking.score_by_model(algorithm, run.params), run.params
+    return algorithm, run.params
 
 
 def run_job(job: Job, data: ClicksData, seed: int, part: str = "test", progress: Progress = silent) -> dict[str, Any]:
@@ -207,7 +219,9 @@ def run_job(job: Job, data: ClicksData, seed: int, part: str = "test", progress:
     trials: list[dict[str, Any]] = []
     sent = 0
     if job.method == "federated":
-        score, params = train_federated(job, data, seed, progress)
+        config = dataclasses.replace(data.config, model=job.config.model, rounds=job.config.rounds, seed=seed)
+        algorithm, params = train_federated(config, data.clicks, data.users, progress)
+        score = ranking.score_by_model(algorithm, params)
         items_per_client = data.users.train.num_examples / max(1, len(data.users.train))
         sent = round(2 * items_per_client * params["item_embedding"].shape[1] + params["gram"].size)
     else:
@@ -231,7 +245,7 @@ def central(name: str, title: str, method: str, **candidates: tuple[float, ...])
 JOBS = (
     central("popularity", "Popularity", "popularity"),
     central("item-knn", "Item kNN", "item kNN", neighbours=(50.0, 200.0), shrink=(0.0, 20.0, 100.0)),
-    central("ease", "EASE", "EASE", ridge=(300.0, 500.0, 800.0, 1200.0)),
+    central("ease", "EASE", "EASE", ridge=(10.0, 100.0, 200.0, 300.0, 500.0, 800.0)),
     central(
         "ials", "iALS, 128 factors", "iALS", factors=(128.0,), alpha=(3.0, 5.0, 8.0), regularization=(40.0, 60.0, 80.0)
     ),

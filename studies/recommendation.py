@@ -29,14 +29,13 @@ from fedrecon._src.core.keys import run_keys
 from fedrecon._src.recommend import protocols, ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig
 from fedrecon._src.recommend.ranking import Holdout, ItemSets, Scorer
-from fedrecon._src.recommend.recipe import build_layout
-from fedrecon._src.recommend.tasks import CLICKS, Users, build_algorithm
+from fedrecon._src.recommend.tasks import Users
 from fedrecon._src.simulation.comparison import measure_costs
 from fedrecon._src.simulation.engine import compile_rounds
 from fedrecon._src.simulation.evaluation import reconstruct
 from fedrecon._src.simulation.sampling import Cohorts
 from fedrecon.data import Ratings
-from studies.ranking import ials
+from studies.ranking import ials, train_federated
 from studies.relatives import all_global
 from studies.study import Block, Claim, Job, Kind, Results, Section, Study, Table, as_float, missing_jobs
 from studies.training import baseline_result
@@ -219,12 +218,7 @@ def _fit_fedrecon(train: ItemSets, num_items: int, seed: int) -> Fitted:
     validate = np.arange(len(clicks)) % 10 == 0
     valid = clicks.take(validate)
     users = Users(clicks.take(~validate).cap(500), valid, valid)
-    ready = CLICKS.prepare(config, clicks, users, CLICKS.legend(config, clicks))
-    algorithm = build_algorithm(ready.config, ready.model, users.train.num_examples)
-    layout = build_layout(ready.config, ready.model)
-    options: dict[str, Any] = {"clients_per_round": config.sampling, "seed": seed, "layout": layout}
-    run = fr.train(algorithm, users.train, rounds=config.rounds, **options)
-    params = CLICKS.finish(ready.config, users, algorithm, jax.tree.map(np.asarray, run.params))
+    algorithm, params = train_federated(config, clicks, users)
     sent = measure_costs(algorithm, users.train).up
     return Fitted(ranking.score_by_factors(params, config.model.unobserved, config.model.ridge), sent=sent)
 
