@@ -493,8 +493,6 @@ def _jobs() -> Iterator[Job]:
         for method, label in METHODS.items():
             if name == "gowalla" and method in ("ease", *SAMPLING):
                 continue  # EASE does not fit, and nobody publishes these there
-            if name == "ml-1m" and method in ("pfedrec", "fedavg"):
-                continue  # everybody's own item vectors take 3 GB, and more to train
             yield Job(f"{name}-{method}", f"{title}, {label}", CONFIG, f"{name} {method}", ("seen",))
         if name == "ml-100k":
             yield Job(f"{name}-leak", f"{title}, negatives alone", CONFIG, f"{name} leak", ("seen",))

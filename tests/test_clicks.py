@@ -302,7 +302,7 @@ def test_baselines_that_pair_items_are_left_out_where_there_are_many(folder, mon
     monkeypatch.setattr("fedrecon._src.recommend.tasks.clicks.MOST_ITEMS", 3)
     config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
     users = CLICKS.divide(config, clicks, silent)
-    found = CLICKS.baselines(config, CLICKS.legend(config, clicks), users.train, users.test)
+    found = CLICKS.baselines(config, CLICKS.legend(config, clicks), users, users.test)
     assert list(found) == ["popularity", "EASE (needs 0 GB, 0 min)"]
     assert not found["EASE (needs 0 GB, 0 min)"], "what it would cost stands beside the model"
 
@@ -350,11 +350,12 @@ def test_the_start_has_the_length_that_ranks_best_for_validation_users():
     start = np.float32([[1.0, 0.1]] * 10 + [[1.0, -0.1]] * 10)
     start[:, 0] += np.linspace(0, 0.5, 20, dtype=np.float32)
     counts = np.ones(20)
-    measure = rank_for_judges(config, users)
+    rank = rank_for_judges(config, users, 20)
     chosen = choose_start(config, users, start, counts)
     length = min(LENGTHS, key=lambda factor: abs(factor - chosen[0, 0] / start[0, 0]))
     np.testing.assert_allclose(chosen, length * start, rtol=1e-6)
-    scores = {factor: measure(ranking_params(np.float32(factor) * start, counts)) for factor in LENGTHS}
+    params = {factor: ranking_params(np.float32(factor) * start, counts) for factor in LENGTHS}
+    scores = {factor: rank(ranking.score_by_factors(found, 0.4, 1.0)) for factor, found in params.items()}
     assert scores[length] == max(scores.values()) > min(scores.values())
 
 

@@ -228,7 +228,7 @@ def test_a_rating_cannot_be_guessed_from_the_run_json_of_a_private_run(tmp_path)
 
 def test_baselines_beside_a_private_run_know_what_it_released_and_no_more(tmp_path):
     found = run_experiment(recipe(), fr.RunFolder(tmp_path / "run"))
-    exact = RATINGS.baselines(found.model.config, found.model.legend, found.users.train, found.users.test)
+    exact = RATINGS.baselines(found.model.config, found.model.legend, found.users, found.users.test)
     assert set(found.baselines) == {"global mean", "item + user bias"}
     for name, metrics in found.baselines.items():
         assert metrics["rmse"] != exact[name]["rmse"]

@@ -195,8 +195,8 @@ def tune(
             say(remark)
         first = {path: get_setting(ready.config, path) for path in SPACES[config.task]}  # some are found in the data
         tried, interrupted = _search(optuna, bench, first, trials, say)
-        train = None if config.privacy.on else ready.users.train
-        baselines = task.baselines(ready.config, ready.legend, train, ready.users.valid)
+        users = None if config.privacy.on else ready.users
+        baselines = task.baselines(ready.config, ready.legend, users, ready.users.valid)
         best = change_settings(config, _best(tried, task.goal).values)
         tuned = Tuned(best, tuple(tried), baselines, interrupted, _called(config))
         if folder is not None:

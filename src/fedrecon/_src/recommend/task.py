@@ -226,8 +226,15 @@ class Task(Protocol[C, D, L]):
         """Return an evaluation with what sums cannot tell."""
         return evaluation
 
-    def baselines(self, config: C, legend: L, train: Any, measured: Any) -> Table:
-        """Return figures of baselines on the query of clients; without training clients, those that a model knows."""
+    def baselines(self, config: C, legend: L, users: Users | None, measured: Any) -> Table:
+        """Return figures of baselines on the query of clients.
+
+        Args:
+          config: the settings.
+          legend: what ids stand for.
+          users: who trains and validates; None for the baselines that a model knows by itself.
+          measured: the clients.
+        """
 
     def advice(self, best: str, config: C) -> str:
         """Say what to try if the model loses to this baseline."""

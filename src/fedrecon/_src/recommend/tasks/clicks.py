@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ EASE_BYTES, EASE_FLOPS = 24, 5e10  # at once for each pair of items; in a second
 NDCG, RECALL = Measure("ndcg@100", "NDCG@100", sign=-1), Measure("recall@20", "recall@20", sign=-1)
 COVERAGE = Measure("coverage@20", "coverage@20", 1, percent=True, sign=-1)
 MOST_ITEMS = 10_000  # beyond this, what baselines of all pairs of items would cost is said instead
-EASE_RIDGE = 500.0
+EASE_RIDGE, EASE_RIDGES = 300.0, (10.0, 100.0, 300.0, 1000.0)
 
 
 def click_weight(count: Any) -> Any:
@@ -77,19 +78,16 @@ def prior_of(settings: Ranking) -> float:
     return PRIORS[0] if settings.prior == "auto" else settings.prior
 
 
-def rank_for_judges(config: ClicksConfig, users: Users) -> Callable[[Any], float]:
-    """Return a function of global parameters: their NDCG@100 for validation users, 0 if they are not finite."""
+def rank_for_judges(config: ClicksConfig, users: Users, num_items: int) -> Callable[[ranking.Scorer], float]:
+    """Return a function of a scorer: its NDCG@100 for validation users."""
     judges = cold_start.repeat_shuffled(users.valid, divisions_of(config, users))
     judges = judges.take(np.arange(min(len(judges), MOST_JUDGES)))
     holdout = ranking.split_items(judges, evaluation_split(config))
+    return lambda score: ranking.rank(score, holdout, num_items, coverage_at=None).metrics[NDCG.name]
 
-    def measure(params: Any) -> float:
-        if not np.isfinite(params["gram"]).all():
-            return 0.0
-        scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
-        return ranking.rank(scorer, holdout, len(params["item_embedding"]), coverage_at=None).metrics[NDCG.name]
 
-    return measure
+def _scorer(config: ClicksConfig, params: Any) -> ranking.Scorer:
+    return ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
 
 
 def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -111,10 +109,10 @@ def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray,
     dims.append(most)
     if judges_of(users) < JUDGES:
         return item_embedding[:, : dims[0]]
-    measure = rank_for_judges(config, users)
+    measure = rank_for_judges(config, users, len(counts))
 
     def ndcg(dim: int, length: float) -> float:
-        return measure(ranking_params(np.float32(length) * item_embedding[:, :dim], counts))
+        return measure(_scorer(config, ranking_params(np.float32(length) * item_embedding[:, :dim], counts)))
 
     by_length = {length: ndcg(dims[0], length) for length in LENGTHS}
     length = max(LENGTHS, key=by_length.__getitem__)
@@ -156,7 +154,7 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
 
 def say_cost(num_items: int) -> str:
     """Say what EASE would cost for so many items."""
-    memory, minutes = EASE_BYTES * num_items**2 / 1e9, 2 * num_items**3 / EASE_FLOPS / 60
+    memory, minutes = EASE_BYTES * num_items**2 / 1e9, len(EASE_RIDGES) * 2 * num_items**3 / EASE_FLOPS / 60
     return f"EASE (needs {memory:,.0f} GB, {minutes:,.0f} min)"
 
 
@@ -229,15 +227,17 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         config = change_settings(config, {"model.dim": item_embedding.shape[1]})
         params = ranking_params(item_embedding, items.counts)
         model = start_from(self.build_model(config, items), params)
-        config = self._choose_prior(config, users, model, progress)
+        config = self._choose_prior(config, users, len(items), model, progress)
         return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
 
-    def _choose_prior(self, config: ClicksConfig, users: Users, model: Model, progress: Progress) -> ClicksConfig:
+    def _choose_prior(
+        self, config: ClicksConfig, users: Users, num_items: int, model: Model, progress: Progress
+    ) -> ClicksConfig:
         """Return the settings with the prior that ranks best for validation users after a third of the rounds."""
         rounds = config.rounds // 3
         if config.model.prior != "auto" or config.patience is None or judges_of(users) < JUDGES or not rounds:
             return change_settings(config, {"model.prior": prior_of(config.model)})
-        measure, results = rank_for_judges(config, users), {}
+        measure, results = rank_for_judges(config, users, num_items), {}
         for prior in PRIORS:
             trial = change_settings(config, {"model.prior": prior, "rounds": rounds})
             aggregator = build_aggregator(trial, model)
@@ -252,7 +252,8 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
             )
             if run.interrupted:
                 raise KeyboardInterrupt
-            results[prior] = measure(run.params)
+            finite = np.isfinite(run.params["gram"]).all()
+            results[prior] = measure(_scorer(config, run.params)) if finite else 0.0
         return change_settings(config, {"model.prior": max(PRIORS, key=results.__getitem__)})
 
     def score(self, metrics: Mapping[str, float]) -> float:
@@ -282,21 +283,20 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         if evaluation.diverged:  # whoever diverged is recommended nothing, and who that is, sums do not say
             more = {COVERAGE.name: np.nan}
         else:
-            scorer = ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
-            metrics = _measure({"model": scorer}, config, clients, len(params["item_embedding"])).get("model", {})
-            more = {name: value for name, value in metrics.items() if name not in evaluation.micro}
+            table = _measure({"model": _scorer(config, params)}, config, clients, len(params["item_embedding"]))
+            more = {name: value for name, value in table.get("model", {}).items() if name not in evaluation.micro}
         return dataclasses.replace(evaluation, micro={**evaluation.micro, **more})
 
-    def baselines(self, config: ClicksConfig, items: Items, train: Clients | None, measured: Clients) -> Table:
-        if train is None:
+    def baselines(self, config: ClicksConfig, items: Items, users: Users | None, measured: Clients) -> Table:
+        if users is None:
             popularity = {} if items.counts is None else {"popularity": ranking.score_by_count(items.counts)}
             return _measure(popularity, config, measured, len(items))
-        sets = ranking.item_sets(train)
+        sets = ranking.item_sets(users.train)
         scorers = {"popularity": ranking.popularity(sets, len(items))}
         if len(items) <= MOST_ITEMS:
             pairs = ranking.count_pairs(sets, len(items))
             scorers["item kNN"] = ranking.item_knn(sets, len(items), pair_counts=pairs)
-            scorers["EASE"] = ranking.ease(sets, len(items), ridge=EASE_RIDGE, pair_counts=pairs)
+            scorers["EASE"] = _tune_ease(config, sets, pairs, users)
         table = _measure(scorers, config, measured, len(items))
         return {**table, say_cost(len(items)): {}} if table and "EASE" not in table else table
 
@@ -322,6 +322,16 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
             model = start_from(model, ranking_params(zero.item_embedding, zero.item_count))
             items = dataclasses.replace(items, counts=np.rint(zero.item_count).astype(np.int64))
         return config, items, model
+
+
+def _tune_ease(config: ClicksConfig, sets: ranking.ItemSets, pairs: np.ndarray, users: Users) -> ranking.Scorer:
+    """Return EASE with the ridge that ranks best for validation users, if there are enough."""
+    fit = partial(ranking.ease, sets, len(pairs), pair_counts=pairs)
+    if judges_of(users) < JUDGES:
+        return fit(ridge=EASE_RIDGE)
+    measure = rank_for_judges(config, users, len(pairs))
+    scorers = (fit(ridge=ridge) for ridge in EASE_RIDGES)
+    return max(((measure(scorer), scorer) for scorer in scorers), key=lambda found: found[0])[1]
 
 
 def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, clients: Clients, num_items: int) -> Table:

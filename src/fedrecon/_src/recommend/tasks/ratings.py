@@ -346,14 +346,14 @@ class _RatingsTask(ItemsTask[RatingsConfig]):
         after = cold_start.rate_after(algorithm, params, clients, evaluation_split(config))
         return dataclasses.replace(evaluation, micro={**evaluation.micro, **after})
 
-    def baselines(self, config: RatingsConfig, items: Items, train: Clients | None, measured: Clients) -> Table:
+    def baselines(self, config: RatingsConfig, items: Items, users: Users | None, measured: Clients) -> Table:
         split = evaluation_split(config)
         support, query = split_examples(measured, split, "rating")
         if not len(query["rating"]):
             return {}
-        if train is None:
+        if users is None:
             return _known_baselines(config, items, support, query)
-        predict = fit_baselines(train, len(items))
+        predict = fit_baselines(users.train, len(items))
         after = cold_start.rating_baselines_after(predict, measured, split)
         ratings = predict(support, query).items()
         return {name: {**rating_errors(guess, query["rating"]), **after.get(name, {})} for name, guess in ratings}

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fedrecon._src.algorithms.algorithm import Algorithm
 from fedrecon._src.core.clients import Clients
@@ -237,8 +237,8 @@ class _TextTask(Task[TextConfig, Corpus, Vocabulary]):
         model = build_next_word(config.model, words)
         return Ready(config, users, words, model, (data, say_rounds(config, users, "clients")))
 
-    def baselines(self, config: TextConfig, words: Vocabulary, train: Sentences | None, measured: Sentences) -> Table:
-        return {} if train is None else word_baselines(train, measured, evaluation_split(config))
+    def baselines(self, config: TextConfig, words: Vocabulary, users: Users | None, measured: Sentences) -> Table:
+        return {} if users is None else word_baselines(cast(Sentences, users.train), measured, evaluation_split(config))
 
     def advice(self, best: str, config: TextConfig) -> str:
         return (
