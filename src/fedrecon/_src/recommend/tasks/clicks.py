@@ -93,10 +93,10 @@ def _scorer(config: ClicksConfig, params: Any) -> ranking.Scorer:
 def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the item embeddings that training starts from: as many dimensions and as long as suits validation users.
 
-    The length is the one that ranks best, untrained: the longer embeddings are, the more a few items say about a
-    person, because the ridge stays the same. Of the dimensions, it is the least number that ranks almost as well as
-    more do. Below 128 the untrained start says too little about what training makes of it, so less is only for a
-    smaller budget.
+    Of each number of dimensions, the length is the one that ranks best, untrained: the longer embeddings are, the more
+    a few items say about a person, because the ridge stays the same. Of all numbers of dimensions, it is the least that
+    ranks almost as well as more do. Below 128 the untrained start says too little about what training makes of it, so
+    fewer must rank best, as they do where there are few people or little to learn.
 
     Args:
       config: the settings.
@@ -105,20 +105,23 @@ def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray,
       counts: how many people have each item.
     """
     most = item_embedding.shape[1]
-    dims = [dim for dim in DIMS if LEAST_DIM <= dim < most] if config.model.dim == "auto" else []
-    dims.append(most)
+    dims = [dim for dim in DIMS if dim < most] if config.model.dim == "auto" else []
     if judges_of(users) < JUDGES:
-        return item_embedding[:, : dims[0]]
+        return item_embedding[:, : min(LEAST_DIM, most)] if dims else item_embedding
     measure = rank_for_judges(config, users, len(counts))
 
     def ndcg(dim: int, length: float) -> float:
         return measure(_scorer(config, ranking_params(np.float32(length) * item_embedding[:, :dim], counts)))
 
-    by_length = {length: ndcg(dims[0], length) for length in LENGTHS}
-    length = max(LENGTHS, key=by_length.__getitem__)
-    by_dim = {dims[0]: by_length[length]} | {dim: ndcg(dim, length) for dim in dims[1:]}
-    dim = min(dim for dim, score in by_dim.items() if score >= ALMOST * max(by_dim.values()))
-    return np.float32(length) * item_embedding[:, :dim]
+    best: dict[int, tuple[float, int]] = {}  # by dimensions: NDCG, and the place of the length in LENGTHS
+    first, end = 0, len(LENGTHS)
+    for dim in [*dims, most]:
+        best[dim] = max((ndcg(dim, LENGTHS[place]), place) for place in range(first, end))
+        place = best[dim][1]  # of more dimensions, it is this one or next to it
+        first, end = max(place - 1, 0), min(place + 2, len(LENGTHS))
+    highest = max(found for found, _ in best.values())
+    dim = min(dim for dim, (found, _) in best.items() if found >= (ALMOST if dim >= LEAST_DIM else 1) * highest)
+    return np.float32(LENGTHS[best[dim][1]]) * item_embedding[:, :dim]
 
 
 def largest_dim(config: ClicksConfig, train: Clients, num_items: int) -> int:
