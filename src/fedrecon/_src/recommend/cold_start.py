@@ -56,7 +56,11 @@ def rank_after(score: ranking.Scorer, clients: Clients, split: Split, num_items:
     """
     chosen = _first_users(clients)
     after = AFTER if len(ranking.split_items(chosen, split).hidden.item) else ()
-    return {name_after(k): _ndcg(score, ranking.split_items(chosen, at_most(k, split)), num_items) for k in after}
+
+    def measure(k: int) -> float:
+        return float(np.nanmean(_ndcg_of_each(score, ranking.split_items(chosen, at_most(k, split)), num_items)))
+
+    return {name_after(k): measure(k) for k in after}
 
 
 def rate_after(
@@ -151,42 +155,55 @@ def shrink_evidence(algorithm: Algorithm, params: Any, clients: Clients, split: 
 
 
 def blend_popularity(
-    params: Mapping[str, Any], clients: Clients, split: Split, unobserved: float, ridge: float
+    params: Mapping[str, Any], clients: Clients, split: Split, unobserved: float, ridge: float, divisions: int = 1
 ) -> dict[str, Any]:
     """Return global parameters of clicks with the weights of popularity that rank best for validation users.
 
     A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
     whose items are limited to that many; where fewer than 50 have as many, the weight is that of fewer items.
-    Where fewer than 50 have any, the weight of `params` stays: it is 1 where validation users preferred popularity.
-    If popularity alone ranks better than the result, with all that is known of these users, the weights are its.
+    Where fewer than 50 have any, the weight of `params` stays. What is not better than popularity alone by more than
+    two standard errors of their difference may be so by chance, so then the weights are those of popularity alone: for
+    one number of items, or for all if that is so with all that is known of these users.
 
     Args:
       params: of `models.ranking_factorization`.
-      clients: validation users, each maybe several times with items in another order.
+      clients: validation users.
       split: which of their items are known and which hidden.
       unobserved: as for `federated_ials`.
       ridge: the same.
+      divisions: how often each user is divided, every time with the items in another order.
     """
-    chosen, weights = _first_users(clients), np.array(params["popularity_weight"], np.float32)
+    chosen, weights = _first_users(repeat_shuffled(clients, divisions)), np.array(params["popularity_weight"])
     plain = {**params, "popularity_weight": np.zeros_like(weights)}
     score, popular = ranking.score_by_factors(plain, unobserved, ridge), np.asarray(params["item_popularity"])
     whole = ranking.split_items(chosen, split)
     num_support, num_hidden = (np.bincount(part.user, minlength=part.users) for part in whole)
+
+    def choose(people: np.ndarray, split: Split) -> float:
+        holdout = ranking.split_items(chosen.take(people), split)
+        scores = np.asarray(score(holdout.support))
+        by_blend = [_ndcg_of_each(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
+        best = int(np.argmax([values.mean() for values in by_blend]))
+        sure = _exceeds_chance(by_blend[best] - by_blend[-1], people % len(clients))
+        return BLENDS[best if sure else -1]
+
     for number, k in enumerate(AFTER[1:], 1):
         people = np.flatnonzero((num_hidden > 0) & (num_support >= k))
-        if len(people) < LEAST_USERS:
-            weights[number] = weights[max(number - 1, 1)]
-            continue
-        holdout = ranking.split_items(chosen.take(people), at_most(k, split))
-        scores = np.asarray(score(holdout.support))
-        scores_by_blend = [_ndcg(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
-        weights[number] = BLENDS[int(np.argmax(scores_by_blend))]
+        enough = len(people) >= LEAST_USERS
+        weights[number] = choose(people, at_most(k, split)) if enough else weights[max(number - 1, 1)]
     blended = {**params, "popularity_weight": weights}
     scorers = (ranking.score_by_factors(blended, unobserved, ridge), _add(np.zeros((len(chosen), 1)), popular))
-    with_model, alone = (_ndcg(scorer, whole, len(popular)) for scorer in scorers)
-    if with_model < alone:
+    with_model, alone = (_ndcg_of_each(scorer, whole, len(popular)) for scorer in scorers)
+    measured = np.flatnonzero(num_hidden)
+    if not _exceeds_chance((with_model - alone)[measured], measured % len(clients)):
         weights[1:] = BLENDS[-1]
     return blended
+
+
+def _exceeds_chance(gain: np.ndarray, person: np.ndarray) -> bool:
+    """Return whether a mean gain over people, each maybe with several values, is more than two standard errors."""
+    mean = (np.bincount(person, gain) / np.maximum(np.bincount(person), 1))[np.unique(person)]
+    return bool(mean.mean() > 2 * mean.std() / max(len(mean) - 1, 1) ** 0.5)
 
 
 def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
@@ -194,8 +211,9 @@ def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
     return score_seen(lambda begin, end: scores[begin:end] + popular)
 
 
-def _ndcg(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> float:
-    return ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None).metrics["ndcg@100"]
+def _ndcg_of_each(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> np.ndarray:
+    result = ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None)
+    return result.per_client["ndcg@100"]
 
 
 def repeat_shuffled(clients: Clients, times: int) -> Clients:

@@ -417,7 +417,8 @@ class Ranking:
 
     Attributes:
       dim: length of the embeddings; auto takes the least of 128, 256, 512 and 1024 that ranks almost as well as more
-        for validation users before training, as long as a user sends at most `upload_bytes`; 64 in a deployment.
+        for validation users before training, as long as a user sends at most `upload_bytes`, and 32 or 64 if none ranks
+        better; 64 in a deployment.
       upload_bytes: how much a user may send in a round, on average, where `dim` is auto.
       unobserved: the weight of an item that a user does not have; one that they have weighs 1.
       ridge: the penalty on a user's embedding.

@@ -268,8 +268,8 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         if config.privacy.on or not judged or not np.isfinite(params["item_embedding"]).all():
             return params
         unobserved, ridge = config.model.unobserved, config.model.ridge
-        valid = cold_start.repeat_shuffled(users.valid, divisions_of(config, users))
-        return cold_start.blend_popularity(params, valid, evaluation_split(config), unobserved, ridge)
+        split, divisions = evaluation_split(config), divisions_of(config, users)
+        return cold_start.blend_popularity(params, users.valid, split, unobserved, ridge, divisions)
 
     def remark(self, params: Any) -> str | None:
         alone = (np.asarray(params["popularity_weight"][1:]) >= cold_start.BLENDS[-1]).all()
