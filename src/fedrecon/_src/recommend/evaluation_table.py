@@ -129,11 +129,11 @@ def measure_model(
     evaluator = evaluator if evaluator.clients is clients else evaluator.on(clients)
     evaluation = evaluator(saved.params, progress=progress)
     evaluation = task.add_metrics(config, evaluator.algorithm, saved.params, clients, evaluation)
-    known = users if trained and not config.privacy.on else None
-    baselines = task.baselines(saved.config, saved.legend, known, clients) if is_first_process() else {}
+    releasable = users if trained and not config.privacy.on else None
+    baselines = task.baselines(saved.config, saved.legend, releasable, clients) if is_first_process() else {}
     # Only sentences have this column, if it is known how words outside the vocabulary are spelled.
     spelled = personal and "other" in clients.columns
-    results = _measure_personal(saved, known and known.train, clients, progress) if spelled else None
+    results = _measure_personal(saved, releasable and releasable.train, clients, progress) if spelled else None
     return EvaluationTable(evaluation, baselines, task.shown(task.measures, config), task.people, results)
 
 

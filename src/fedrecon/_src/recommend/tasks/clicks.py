@@ -113,14 +113,14 @@ def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray,
     def ndcg(dim: int, length: float) -> float:
         return measure(_scorer(config, ranking_params(np.float32(length) * item_embedding[:, :dim], counts)))
 
-    best: dict[int, tuple[float, int]] = {}  # by dimensions: NDCG, and the place of the length in LENGTHS
-    first, end = 0, len(LENGTHS)
+    best: dict[int, tuple[float, int]] = {}  # by dimensions: NDCG, and the index of the length
+    near = range(len(LENGTHS))
     for dim in [*dims, most]:
-        best[dim] = max((ndcg(dim, LENGTHS[place]), place) for place in range(first, end))
-        place = best[dim][1]  # of more dimensions, it is this one or next to it
-        first, end = max(place - 1, 0), min(place + 2, len(LENGTHS))
-    highest = max(found for found, _ in best.values())
-    dim = min(dim for dim, (found, _) in best.items() if found >= (ALMOST if dim >= LEAST_DIM else 1) * highest)
+        best[dim] = max((ndcg(dim, LENGTHS[index]), index) for index in near)
+        index = best[dim][1]
+        near = range(len(LENGTHS))[max(index - 1, 0) : index + 2]  # more dimensions want about this length
+    highest = max(best.values())[0]
+    dim = min(dim for dim in best if best[dim][0] >= (ALMOST if dim >= LEAST_DIM else 1) * highest)
     return np.float32(LENGTHS[best[dim][1]]) * item_embedding[:, :dim]
 
 
@@ -334,7 +334,7 @@ def _tune_ease(config: ClicksConfig, sets: ranking.ItemSets, pairs: np.ndarray, 
         return fit(ridge=EASE_RIDGE)
     measure = rank_for_judges(config, users, len(pairs))
     scorers = (fit(ridge=ridge) for ridge in EASE_RIDGES)
-    return max(((measure(scorer), scorer) for scorer in scorers), key=lambda found: found[0])[1]
+    return max(((measure(scorer), scorer) for scorer in scorers), key=lambda pair: pair[0])[1]
 
 
 def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, clients: Clients, num_items: int) -> Table:
