@@ -162,8 +162,8 @@ def blend_popularity(
     A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
     whose items are limited to that many; where fewer than 50 have as many, the weight is that of fewer items.
     Where fewer than 50 have any, the weight of `params` stays. What is not better than popularity alone by more than
-    two standard errors of their difference may be so by chance, so then the weights are those of popularity alone: for
-    one number of items, or for all if that is so with all that is known of these users.
+    two standard errors of their difference may be so by chance, so then the weights are those of popularity alone: up
+    to a number of items for which it is, or for all if that is so with all that is known of these users.
 
     Args:
       params: of `models.ranking_factorization`.
@@ -179,18 +179,20 @@ def blend_popularity(
     whole = ranking.split_items(chosen, split)
     num_support, num_hidden = (np.bincount(part.user, minlength=part.users) for part in whole)
 
-    def choose(people: np.ndarray, split: Split) -> float:
+    def choose(people: np.ndarray, split: Split, sure: bool) -> float:
         holdout = ranking.split_items(chosen.take(people), split)
         scores = np.asarray(score(holdout.support))
         by_blend = [_ndcg_of_each(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
         best = int(np.argmax([values.mean() for values in by_blend]))
-        sure = _exceeds_chance(by_blend[best] - by_blend[-1], people % len(clients))
+        sure = sure or _exceeds_chance(by_blend[best] - by_blend[-1], people % len(clients))
         return BLENDS[best if sure else -1]
 
+    sure = False  # whether the model is better with fewer items: with more, it knows no less
     for number, k in enumerate(AFTER[1:], 1):
         people = np.flatnonzero((num_hidden > 0) & (num_support >= k))
         enough = len(people) >= LEAST_USERS
-        weights[number] = choose(people, at_most(k, split)) if enough else weights[max(number - 1, 1)]
+        weights[number] = choose(people, at_most(k, split), sure) if enough else weights[max(number - 1, 1)]
+        sure = sure or (enough and weights[number] < BLENDS[-1])
     blended = {**params, "popularity_weight": weights}
     scorers = (ranking.score_by_factors(blended, unobserved, ridge), _add(np.zeros((len(chosen), 1)), popular))
     with_model, alone = (_ndcg_of_each(scorer, whole, len(popular)) for scorer in scorers)

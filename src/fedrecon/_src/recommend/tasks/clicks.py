@@ -149,7 +149,8 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
         f"{clicks.num_examples / max(1, len(clicks)):.1f} per user, {density:.3g} % of all pairs. "
         f"{say_left_out(clicks.skipped)} {describe_columns(clicks.recognised)}",
         say_rounds(config, users),
-        f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes).",
+        f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes). "
+        f"Prior: {prior_of(config.model):g} (--model.prior).",
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",
     ]
