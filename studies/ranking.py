@@ -327,7 +327,8 @@ def _draw(numbers: dict[str, Any], figure: Any) -> None:
         axes.bar(xs, values, width, label=title, color=color)
     axes.set_xticks(range(len(numbers["metrics"])), numbers["metrics"])
     axes.set_ylabel("mean over unseen users")
-    axes.legend()
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+    axes.legend(ncols=3, loc="upper center")
 
 
 _ALL = tuple(job.name for job in JOBS)
