@@ -13,6 +13,7 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,8 @@ class ClicksData:
 
 
 def load(source: str, progress: Progress = silent) -> ClicksData:
-    """Load what people like: by ratings of MovieLens, a name or a zip file, or by any file of clicks."""
-    rated = source.startswith("movielens") or source.endswith(".zip")
+    """Load what people like: by ratings of MovieLens, or by any file of clicks."""
+    rated = "movielens" in source or Path(source).name.startswith("ml-")
     config = ClicksConfig(data=ClickData(source=source, at_least=AT_LEAST if rated else None))
     return ClicksData(CLICKS.load(config, progress), config)
 
@@ -291,7 +292,7 @@ def _trials_table(results: Results) -> list[Block]:
             rows.append([job.title, values, f"{as_float(trial['valid']):.4f}"])
     note = (
         "Central models choose among these on validation users, whose NDCG@100 is shown; the best is measured on test "
-        "users. The federated model's settings were chosen by hand on the same validation users."
+        "users. The federated model's dimensions, their length and its prior are chosen by the run on the same users."
     )
     return [note, Table(["", "settings", "NDCG@100, validation users"], rows)] if rows else [note]
 

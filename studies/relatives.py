@@ -190,10 +190,9 @@ def normalized_classes(init: Callable[[jax.Array], Any]) -> fr.Model:
     def apply(params: Any, state: Any, x: jax.Array, training: bool) -> tuple[jax.Array, Any]:
         hidden = x @ params["body"]["w"] + params["body"]["b"]
         used = {"mean": hidden.mean(0), "variance": hidden.var(0)} if training else state
-        state = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state, used)
         hidden = (hidden - used["mean"]) / jnp.sqrt(used["variance"] + 1e-5)
         hidden = jnp.tanh(params["norm"]["scale"] * hidden + params["norm"]["shift"])
-        return hidden @ params["head"]["w"] + params["head"]["b"], state
+        return hidden @ params["head"]["w"] + params["head"]["b"], used
 
     return fr.models.from_function(
         apply,
@@ -421,7 +420,8 @@ def rate_beyond(trials: list[dict[str, float]]) -> float:
     """Return the next rate on the side of the better of the last two, where rates ascend."""
     low, high = trials[-2:]
     factor = high["learning_rate"] / low["learning_rate"]
-    larger_is_better = high["valid"] < low["valid"] or not np.isfinite(low["valid"])
+    losses = [trial["valid"] if np.isfinite(trial["valid"]) else np.inf for trial in (low, high)]
+    larger_is_better = losses[1] < losses[0]
     rate = high["learning_rate"] * factor if larger_is_better else low["learning_rate"] / factor
     return float(f"{rate:.2g}")
 

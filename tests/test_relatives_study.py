@@ -48,7 +48,8 @@ def test_clients_of_made_data_share_a_body_and_disagree_about_heads():
 
 
 @pytest.mark.parametrize(
-    ("losses", "rate"), [((2.0, 1.0), 9.0), ((1.0, 2.0), 0.33), ((1.0, np.nan), 0.33), ((np.inf, np.nan), 9.0)]
+    ("losses", "rate"),
+    [((2.0, 1.0), 9.0), ((1.0, 2.0), 0.33), ((1.0, np.nan), 0.33), ((np.nan, 2.0), 9.0), ((np.inf, np.nan), 0.33)],
 )
 def test_the_third_rate_is_beyond_the_better_of_two(losses, rate):
     trials = [{"learning_rate": tried, "valid": loss} for tried, loss in zip((1.0, 3.0), losses, strict=True)]

@@ -101,7 +101,9 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
     done = folder.rounds_done()
     settings, facts = read_run(folder.path)
     changed = differences(to_json(settings), to_json(config))
-    if settings.rounds != config.rounds and config.server.decay_rounds == "all":  # rates would have been others
+    # Rates would have been others, or the prior, which is chosen after a share of the rounds.
+    by_rounds = config.server.decay_rounds == "all" or getattr(config.model, "prior", None) == "auto"
+    if settings.rounds != config.rounds and by_rounds:
         changed["rounds"] = settings.rounds, config.rounds
     for setting, (before, after) in changed.items():
         raise ConfigError(setting, after, f"must stay {before!r} to continue the run in {folder.path}")

@@ -19,12 +19,13 @@ from fedrecon._src.core.pytrees import flatten, unflatten
 from fedrecon._src.core.split import Split, at_most
 from fedrecon._src.recommend import baselines, ranking
 from fedrecon._src.recommend.protocols import score_seen
+from fedrecon._src.recommend.stopping import JUDGES
 from fedrecon._src.simulation.evaluation import reconstruct
 
 AFTER = BLEND_AFTER
 BLENDS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 1e3)  # the last is popularity alone
 MOST_USERS = 1000  # that these are measured on
-LEAST_USERS = 50  # that a blend is chosen on: fewer choose by chance
+LEAST_USERS = 50  # that choose how much ratings say of a bias: fewer choose by chance
 EVIDENCE = "evidence/user_bias"
 PERSONAL = ("item_embedding", "item_traits")  # tables that a person's parameters beside the bias are multiplied by
 SHRINKS = (1.0, 0.5, 0.0)
@@ -54,11 +55,11 @@ def rank_after(score: ranking.Scorer, clients: Clients, split: Split, num_items:
       >>> list(fr.recommend.rank_after(score, clients, fr.split.half(), 3))
       ['after 0', 'after 1', 'after 2', 'after 5', 'after 10', 'after 20']
     """
-    chosen = _first_users(clients)
+    chosen = first_users(clients)
     after = AFTER if len(ranking.split_items(chosen, split).hidden.item) else ()
 
     def measure(k: int) -> float:
-        return float(np.nanmean(_ndcg_of_each(score, ranking.split_items(chosen, at_most(k, split)), num_items)))
+        return float(np.nanmean(ndcg_of_each(score, ranking.split_items(chosen, at_most(k, split)), num_items)))
 
     return {name_after(k): measure(k) for k in after}
 
@@ -90,7 +91,7 @@ def rate_after(
       >>> list(fr.recommend.rate_after(algorithm, params, ratings, fr.split.half()))[:3]
       ['after 0', 'after 1', 'after 2']
     """
-    chosen = _first_users(clients)
+    chosen = first_users(clients)
     _, query = baselines.split_examples(chosen, split, "rating")
     if not len(query["rating"]):
         return {}
@@ -113,7 +114,7 @@ def rate_after(
 
 def rating_baselines_after(predict: baselines.Predict, clients: Clients, split: Split) -> dict[str, AfterExamples]:
     """Return the RMSE of the simple baselines of ratings, as they were fitted, by how many ratings they see."""
-    chosen = _first_users(clients)
+    chosen = first_users(clients)
     rows: dict[str, AfterExamples] = {}
     for k in AFTER:
         support, query = baselines.split_examples(chosen, at_most(k, split), "rating")
@@ -160,10 +161,9 @@ def blend_popularity(
     """Return global parameters of clicks with the weights of popularity that rank best for validation users.
 
     A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
-    whose items are limited to that many; where fewer than 50 have as many, the weight is that of fewer items.
-    Where fewer than 50 have any, the weight of `params` stays. What is not better than popularity alone by more than
-    two standard errors of their difference may be so by chance, so then the weights are those of popularity alone: up
-    to a number of items for which it is, or for all if that is so with all that is known of these users.
+    whose items are limited to that many; where fewer than 10 have as many, the weight is that of fewer items. Where
+    fewer than 10 have any, the weight of `params` stays. Popularity alone is used for up to k items unless the model
+    beats it there by two standard errors, and for everybody unless the model beats it so with all known items.
 
     Args:
       params: of `models.ranking_factorization`.
@@ -173,7 +173,7 @@ def blend_popularity(
       ridge: the same.
       divisions: how often each user is divided, every time with the items in another order.
     """
-    chosen, weights = _first_users(repeat_shuffled(clients, divisions)), np.array(params["popularity_weight"])
+    chosen, weights = first_users(repeat_shuffled(clients, divisions)), np.array(params["popularity_weight"])
     plain = {**params, "popularity_weight": np.zeros_like(weights)}
     score, popular = ranking.score_by_factors(plain, unobserved, ridge), np.asarray(params["item_popularity"])
     whole = ranking.split_items(chosen, split)
@@ -182,30 +182,30 @@ def blend_popularity(
     def choose(people: np.ndarray, split: Split, sure: bool) -> float:
         holdout = ranking.split_items(chosen.take(people), split)
         scores = np.asarray(score(holdout.support))
-        by_blend = [_ndcg_of_each(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
+        by_blend = [ndcg_of_each(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
         best = int(np.argmax([values.mean() for values in by_blend]))
-        sure = sure or _exceeds_chance(by_blend[best] - by_blend[-1], people % len(clients))
-        return BLENDS[best if sure else -1]
+        gains = by_blend[best] - by_blend[-1]
+        return BLENDS[best if sure or _exceeds_chance(gains, people % len(clients)) else -1]
 
     sure = False  # whether the model is better with fewer items: with more, it knows no less
     for number, k in enumerate(AFTER[1:], 1):
         people = np.flatnonzero((num_hidden > 0) & (num_support >= k))
-        enough = len(people) >= LEAST_USERS
+        enough = len(np.unique(people % len(clients))) >= JUDGES
         weights[number] = choose(people, at_most(k, split), sure) if enough else weights[max(number - 1, 1)]
         sure = sure or (enough and weights[number] < BLENDS[-1])
     blended = {**params, "popularity_weight": weights}
     scorers = (ranking.score_by_factors(blended, unobserved, ridge), _add(np.zeros((len(chosen), 1)), popular))
-    with_model, alone = (_ndcg_of_each(scorer, whole, len(popular)) for scorer in scorers)
+    with_model, alone = (ndcg_of_each(scorer, whole, len(popular)) for scorer in scorers)
     measured = np.flatnonzero(num_hidden)
     if not _exceeds_chance((with_model - alone)[measured], measured % len(clients)):
         weights[1:] = BLENDS[-1]
     return blended
 
 
-def _exceeds_chance(gain: np.ndarray, person: np.ndarray) -> bool:
-    """Return whether a mean gain over people, each maybe with several values, is more than two standard errors."""
-    mean = (np.bincount(person, gain) / np.maximum(np.bincount(person), 1))[np.unique(person)]
-    return bool(mean.mean() > 2 * mean.std() / max(len(mean) - 1, 1) ** 0.5)
+def _exceeds_chance(gains: np.ndarray, person: np.ndarray) -> bool:
+    """Return whether the mean gain of people, each maybe with several values, is more than two standard errors."""
+    by_person = (np.bincount(person, gains) / np.maximum(np.bincount(person), 1))[np.unique(person)]
+    return bool(by_person.mean() > 2 * by_person.std() / max(len(by_person) - 1, 1) ** 0.5)
 
 
 def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
@@ -213,7 +213,8 @@ def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
     return score_seen(lambda begin, end: scores[begin:end] + popular)
 
 
-def _ndcg_of_each(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> np.ndarray:
+def ndcg_of_each(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> np.ndarray:
+    """Return the NDCG@100 of each user, NaN without hidden items."""
     result = ranking.rank(score, holdout, num_items, recall_at=(), hit_at=(), coverage_at=None)
     return result.per_client["ndcg@100"]
 
@@ -222,18 +223,18 @@ def repeat_shuffled(clients: Clients, times: int) -> Clients:
     """Return the items of clients in their order, then again in other orders, so that a split divides them anew.
 
     Args:
-      clients: with a column `item`, and maybe a column `weight`.
+      clients: of any kind.
       times: how often each client is in the result.
     """
     parts = [clients, *(clients.shuffle(number) for number in range(1, times))]
     columns = {
         name: np.concatenate([np.asarray(part.columns[name])[rows_of(part.starts, part.ends)] for part in parts])
-        for name in ("item", "weight")
-        if name in clients.columns
+        for name in clients.columns
     }
     ends = np.cumsum(np.tile(clients.sizes, times))
     return Clients(columns, np.append(0, ends[:-1]), ends)
 
 
-def _first_users(clients: Clients) -> Clients:
+def first_users(clients: Clients) -> Clients:
+    """Return the first 1,000."""
     return clients.take(np.arange(min(len(clients), MOST_USERS)))

@@ -92,7 +92,7 @@ class Config:
       evaluate_every: evaluate the validation clients every n rounds and at the end; 0 for the end alone.
       patience: of the models before the first round, after the last, and after each relaxation of a prior, keep the one
         that is best on validation clients, of which there must be 10. The best has the lowest loss, or for clicks the
-        highest NDCG; if popularity ranks better than the best, it is kept. Stop training after this many evaluations
+        highest NDCG; popularity is kept unless the best is clearly better. Stop training after this many evaluations
         in a row without improvement. None keeps the model of the last round.
       checkpoint_every: save the state every n rounds: the most that is lost if the process is killed.
       seed: seed of the parameters and of who takes part when.

@@ -133,7 +133,11 @@ def measure_model(
     baselines = task.baselines(saved.config, saved.legend, releasable, clients) if is_first_process() else {}
     # Only sentences have this column, if it is known how words outside the vocabulary are spelled.
     spelled = personal and "other" in clients.columns
-    results = _measure_personal(saved, releasable and releasable.train, clients, progress) if spelled else None
+    results = (
+        _measure_personal(saved, None if releasable is None else releasable.train, clients, progress)
+        if spelled
+        else None
+    )
     return EvaluationTable(evaluation, baselines, task.shown(task.measures, config), task.people, results)
 
 

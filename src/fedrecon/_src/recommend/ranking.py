@@ -471,7 +471,9 @@ def ease(train: ItemSets, num_items: int, *, ridge: float = 300.0, pair_counts: 
     """
     check_number("ridge", ridge, above=True)
     pairs = count_pairs(train, num_items) if pair_counts is None else pair_counts
-    inverse = np.linalg.inv(pairs.astype(np.float64) + ridge * np.eye(num_items))
+    system = pairs.astype(np.float64)
+    system[np.diag_indices(num_items)] += ridge
+    inverse = np.linalg.inv(system)
     weights = (-inverse / np.diag(inverse)).astype(np.float32)
     np.fill_diagonal(weights, 0)
     return lambda support: support.matrix(num_items) @ weights

@@ -416,14 +416,15 @@ class Ranking:
     by least squares over all items: 1 for what the user has, 0 for all else at a lower weight.
 
     Attributes:
-      dim: length of the embeddings; auto takes the least of 128, 256, 512 and 1024 that ranks almost as well as more
-        for validation users before training, as long as a user sends at most `upload_bytes`, and 32 or 64 if none ranks
-        better; 64 in a deployment.
+      dim: length of the embeddings; auto takes the least of 128, 256, 512 and 1024 that ranks within 2 % of the best
+        for validation users before training; 32 or 64 only if that ranks best of all; 128 without validation users; 64
+        in deployments and private runs. Never more than `upload_bytes` allows.
       upload_bytes: how much a user may send in a round, on average, where `dim` is auto.
       unobserved: the weight of an item that a user does not have; one that they have weighs 1.
       ridge: the penalty on a user's embedding.
       prior: the server's ridge on changes of item embeddings, against the sum over all clicks; auto takes 10 or 1,
-        whichever ranks better for validation users after a third of the rounds, and 10 without them or patience.
+        whichever ranks better for validation users after a third of the rounds, and 10 where none are asked: without
+        patience, in deployments and private runs.
       init_scale: item embeddings of a private run start normal, with lengths of about this; others start spectral.
       second_order: differentiate through the reconstruction.
       both_ways: run every user twice in a round, the second time with support and query exchanged.

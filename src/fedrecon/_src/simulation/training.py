@@ -97,18 +97,19 @@ class ProgressBar(Callback):
       >>> callbacks = [fr.ProgressBar()]  # of `fr.train`
     """
 
-    def __init__(self, progress: Progress = bars):
+    def __init__(self, progress: Progress = bars, title: str = "training"):
         """Use a display.
 
         Args:
           progress: opens it.
+          title: what it says.
         """
-        self._progress = progress
+        self._progress, self._title = progress, title
 
     @contextlib.contextmanager
     def while_training(self, done: int, rounds: int) -> Iterator[None]:
         """Open the display."""
-        with self._progress("training", rounds) as self._advance:
+        with self._progress(self._title, rounds) as self._advance:
             self._advance(done, "compiling" if done < rounds else "")
             yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,9 @@ from fedrecon._src.recommend.stopping import JUDGES, divisions_of, judges_of, sa
 from fedrecon._src.recommend.task import Measure, Read, Ready, Table, Task, Users
 from fedrecon._src.recommend.tasks.ratings import ItemsTask
 from fedrecon._src.server import Aggregator
+from fedrecon._src.simulation.divergence import DivergenceWarning
 from fedrecon._src.simulation.evaluation import Evaluation
+from fedrecon._src.simulation.multihost import broadcast
 from fedrecon._src.simulation.training import ProgressBar, train
 
 DIMS = (32, 64, 128, 256, 512, 1024)
@@ -49,9 +52,9 @@ DEPLOYED_DIM, LEAST_DIM = 64, 128
 ALMOST = 0.98
 PRIORS = (10.0, 1.0)  # that are tried; the first where nothing is
 LENGTHS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # of embeddings at the start, as multiples of the spectral start's
+USUAL = LENGTHS.index(1.0)
 TABLES, MOST_MEMORY = 8, 2**31  # of the server: embeddings, offsets, their start and Adam's moments, in bytes
-MOST_JUDGES = 1000  # validation users that dimensions are chosen on
-EASE_BYTES, EASE_FLOPS = 24, 5e10  # at once for each pair of items; in a second
+EASE_BYTES, EASE_FLOPS = 45, 5e10  # at once for each pair of items; in a second
 NDCG, RECALL = Measure("ndcg@100", "NDCG@100", sign=-1), Measure("recall@20", "recall@20", sign=-1)
 COVERAGE = Measure("coverage@20", "coverage@20", 1, percent=True, sign=-1)
 MOST_ITEMS = 10_000  # beyond this, what baselines of all pairs of items would cost is said instead
@@ -81,17 +84,18 @@ def prior_of(settings: Ranking) -> float:
 def rank_for_judges(config: ClicksConfig, users: Users, num_items: int) -> Callable[[ranking.Scorer], float]:
     """Return a function of a scorer: its NDCG@100 for validation users."""
     judges = cold_start.repeat_shuffled(users.valid, divisions_of(config, users))
-    judges = judges.take(np.arange(min(len(judges), MOST_JUDGES)))
-    holdout = ranking.split_items(judges, evaluation_split(config))
-    return lambda score: ranking.rank(score, holdout, num_items, coverage_at=None).metrics[NDCG.name]
+    holdout = ranking.split_items(cold_start.first_users(judges), evaluation_split(config))
+    return lambda score: float(np.nanmean(cold_start.ndcg_of_each(score, holdout, num_items)))
 
 
 def _scorer(config: ClicksConfig, params: Any) -> ranking.Scorer:
     return ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
 
 
-def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the item embeddings that training starts from: as many dimensions and as long as suits validation users.
+def choose_start(
+    config: ClicksConfig, users: Users, item_embedding: np.ndarray, counts: np.ndarray
+) -> tuple[int, float]:
+    """Return how many dimensions of the spectral start suit validation users, and what to multiply its length by.
 
     Of each number of dimensions, the length is the one that ranks best, untrained: the longer embeddings are, the more
     a few items say about a person, because the ridge stays the same. Of all numbers of dimensions, it is the least that
@@ -107,21 +111,22 @@ def choose_start(config: ClicksConfig, users: Users, item_embedding: np.ndarray,
     most = item_embedding.shape[1]
     dims = [dim for dim in DIMS if dim < most] if config.model.dim == "auto" else []
     if judges_of(users) < JUDGES:
-        return item_embedding[:, : min(LEAST_DIM, most)] if dims else item_embedding
+        return min(LEAST_DIM, most) if dims else most, 1.0
     measure = rank_for_judges(config, users, len(counts))
 
-    def ndcg(dim: int, length: float) -> float:
-        return measure(_scorer(config, ranking_params(np.float32(length) * item_embedding[:, :dim], counts)))
+    def rank_start(dim: int, index: int) -> tuple[float, int]:
+        params = ranking_params(np.float32(LENGTHS[index]) * item_embedding[:, :dim], counts)
+        return measure(_scorer(config, params)), -abs(index - USUAL)
 
     best: dict[int, tuple[float, int]] = {}  # by dimensions: NDCG, and the index of the length
     near = range(len(LENGTHS))
     for dim in [*dims, most]:
-        best[dim] = max((ndcg(dim, LENGTHS[index]), index) for index in near)
-        index = best[dim][1]
+        (ndcg, _), index = max((rank_start(dim, index), index) for index in near)
+        best[dim] = ndcg, index
         near = range(len(LENGTHS))[max(index - 1, 0) : index + 2]  # more dimensions want about this length
     highest = max(best.values())[0]
     dim = min(dim for dim in best if best[dim][0] >= (ALMOST if dim >= LEAST_DIM else 1) * highest)
-    return np.float32(LENGTHS[best[dim][1]]) * item_embedding[:, :dim]
+    return dim, LENGTHS[best[dim][1]]
 
 
 def largest_dim(config: ClicksConfig, train: Clients, num_items: int) -> int:
@@ -221,15 +226,17 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         users = Users(*(self.view(config, part) for part in users))
         if config.privacy.on:
             items = dataclasses.replace(items, counts=None, scale=None)  # they are exact, and not paid for
-            config = change_settings(config, {"model.dim": dim_of(config.model, len(items))})
+            resolved = {"model.dim": dim_of(config.model, len(items)), "model.prior": prior_of(config.model)}
+            config = change_settings(config, resolved)
             model = self.build_model(config, items)
             return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
         dim = config.model.dim
         most = largest_dim(config, users.train, len(items)) if dim == "auto" else min(dim, len(items))
         result = estimate_clicks(users.train, len(items), most)
-        item_embedding = choose_start(config, users, result.item_embedding, result.item_count)
-        config = change_settings(config, {"model.dim": item_embedding.shape[1]})
-        params = ranking_params(item_embedding, items.counts)
+        start = result.item_embedding
+        dim, length = broadcast(partial(choose_start, config, users, start, result.item_count))
+        config = change_settings(config, {"model.dim": dim})
+        params = ranking_params(np.float32(length) * start[:, :dim], items.counts)
         model = start_from(self.build_model(config, items), params)
         config = self._choose_prior(config, users, len(items), model, progress)
         return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
@@ -241,24 +248,31 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         rounds = config.rounds // 3
         if config.model.prior != "auto" or config.patience is None or judges_of(users) < JUDGES or not rounds:
             return change_settings(config, {"model.prior": prior_of(config.model)})
-        measure, results = rank_for_judges(config, users, num_items), {}
+        trained = {}
         for prior in PRIORS:
             trial = change_settings(config, {"model.prior": prior, "rounds": rounds})
             aggregator = build_aggregator(trial, model)
-            run = train(
-                self.build_algorithm(trial, model, users.train.num_examples, aggregator),
-                users.train,
-                rounds=rounds,
-                clients_per_round=config.sampling,
-                seed=config.seed,
-                layout=build_layout(config, model),
-                callbacks=[ProgressBar(progress)],
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DivergenceWarning)  # the other prior may do better
+                run = train(
+                    self.build_algorithm(trial, model, users.train.num_examples, aggregator),
+                    users.train,
+                    rounds=rounds,
+                    clients_per_round=config.sampling,
+                    seed=config.seed,
+                    layout=build_layout(config, model),
+                    callbacks=[ProgressBar(progress, f"trying prior {prior:g}")],
+                )
             if run.interrupted:
                 raise KeyboardInterrupt
-            finite = np.isfinite(run.params["gram"]).all()
-            results[prior] = measure(_scorer(config, run.params)) if finite else 0.0
-        return change_settings(config, {"model.prior": max(PRIORS, key=results.__getitem__)})
+            trained[prior] = run.params
+        measure = rank_for_judges(config, users, num_items)
+
+        def ndcg(prior: float) -> float:
+            finite = np.isfinite(trained[prior]["gram"]).all()
+            return measure(_scorer(config, trained[prior])) if finite else 0.0
+
+        return change_settings(config, {"model.prior": broadcast(lambda: max(PRIORS, key=ndcg))})
 
     def score(self, metrics: Mapping[str, float]) -> float:
         return -metrics.get(NDCG.name, np.nan)
@@ -274,7 +288,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
 
     def remark(self, params: Any) -> str | None:
         alone = (np.asarray(params["popularity_weight"][1:]) >= cold_start.BLENDS[-1]).all()
-        return "kept popularity: the trained model does not rank better for validation users" if alone else None
+        return "kept popularity: the trained model is not clearly better for validation users" if alone else None
 
     # ---- evaluation ----
 
@@ -313,9 +327,9 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
     # ---- over nodes ----
 
     def pin(self, config: ClicksConfig, items: Items) -> ClicksConfig:
-        """Fix the dimensions, and what counts as a click: a node's file may leave out less."""
-        dim = dim_of(config.model, len(items))
-        return change_settings(config, {"model.dim": dim, "model.at_least": config.data.at_least})
+        """Fix what is open, and what counts as a click: a node's file may leave out less."""
+        resolved = {"model.dim": dim_of(config.model, len(items)), "model.prior": prior_of(config.model)}
+        return change_settings(config, {**resolved, "model.at_least": config.data.at_least})
 
     def round_zero(self, config: ClicksConfig, num_items: int, options: Any) -> RoundZero:
         return SpectralStart(num_items=num_items, dim=dim_of(config.model, num_items))
