@@ -14,7 +14,6 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 import fedrecon as fr
@@ -22,11 +21,11 @@ from fedrecon._src.core.display import Progress, silent
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.config import ClickData, ClicksConfig
 from fedrecon._src.recommend.ranking import ItemSets
-from fedrecon._src.recommend.recipe import build_layout
 from fedrecon._src.recommend.settings import Ranking
-from fedrecon._src.recommend.tasks import CLICKS, Users, build_algorithm
+from fedrecon._src.recommend.tasks import CLICKS, Users
 from fedrecon._src.recommend.tasks.clicks import click_weight
 from fedrecon.data import Ratings
+from studies.ranking import train_federated
 from studies.study import Block, Claim, Job, Kind, Results, Section, Study, Table, as_float, missing_jobs, spread
 from studies.training import baseline_result
 
@@ -112,23 +111,14 @@ def oversample(clients: fr.Clients) -> fr.Clients:
     return dataclasses.replace(clients.take(np.repeat(np.arange(len(clients)), times)), names=None)
 
 
-def train(method: str, data: ExpressionsData, seed: int) -> ranking.Scorer:
+def train(method: str, data: ExpressionsData, seed: int, progress: Progress = silent) -> ranking.Scorer:
     """Train on the people who train; return how expressions are ranked."""
-    config = dataclasses.replace(data.config, seed=seed)
-    ready = CLICKS.prepare(config, data.uses, data.users, CLICKS.legend(config, data.uses))
-    config, clients = ready.config, ready.users.train
+    config, users = dataclasses.replace(data.config, seed=seed), data.users
     if method == "deployment":
-        clients = oversample(clients)
+        users = users._replace(train=oversample(users.train))
         no_split = dataclasses.replace(config.split, train="none")
         config = dataclasses.replace(config, split=no_split, model=dataclasses.replace(config.model, both_ways=False))
-    algorithm = build_algorithm(config, ready.model, clients.num_examples)
-    options: dict[str, Any] = {
-        "clients_per_round": config.sampling,
-        "seed": seed,
-        "layout": build_layout(config, ready.model),
-    }
-    run = fr.train(algorithm, clients, rounds=config.rounds, **options)
-    params = CLICKS.finish(config, ready.users, algorithm, jax.tree.map(np.asarray, run.params))
+    _, params = train_federated(config, data.uses, users, progress)
     return ranking.score_by_factors(params, config.model.unobserved, config.model.ridge)
 
 
@@ -136,12 +126,12 @@ def run_job(
     job: Job, data: ExpressionsData, seed: int, part: str = "test", progress: Progress = silent
 ) -> dict[str, Any]:
     """Train or count with one seed, and suggest expressions to people who were not in training."""
-    del part, progress
+    del part
     start, counts = time.perf_counter(), data.test.counts
     popularity = np.bincount(ranking.item_sets(data.users.train).item, minlength=data.uses.num_items)
     scores = np.broadcast_to(popularity, counts.shape)
     if job.method in ("deployment", "default"):
-        scores = train(job.method, data, seed)(data.test.support)
+        scores = train(job.method, data, seed, progress)(data.test.support)
     # People use again what they used before: its count comes first, and scores decide among what is used equally often.
     squeezed = np.argsort(np.argsort(scores, 1), 1) / scores.shape[1]
     own_first = counts + squeezed
