@@ -401,6 +401,14 @@ def test_an_input_of_another_type_or_length_is_refused():
 # ---- hostile bytes ----
 
 
+def test_a_share_that_is_wrong_by_a_multiple_of_the_largest_secret_is_noticed():
+    holders = (1, 2, 3)
+    shares = primitives.split(bytes(16), 3, holders)
+    value = int.from_bytes(shares[3]) + (2**128 if shares[3] < (2**128).to_bytes(17) else -(2**128))
+    # The third share counts once, so the secret is wrong by as much.
+    assert primitives.combine({**shares, 3: value.to_bytes(17)}, 3, holders) != bytes(16)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_damaged_messages_are_sentences_and_never_a_wrong_sum(data):

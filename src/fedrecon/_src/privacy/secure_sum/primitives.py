@@ -93,7 +93,7 @@ def combine(shares: Mapping[int, bytes], threshold: int, holders: tuple[int, ...
     positions = tuple(k for k, holder in enumerate(holders, 1) if holder in shares)[:threshold]
     values = (int.from_bytes(shares[holders[position - 1]]) for position in positions)
     value = sum(map(operator.mul, _lagrange_weights(positions), values)) % PRIME
-    return (value % 2 ** (8 * SECRET)).to_bytes(SECRET)
+    return value.to_bytes(SECRET if value < 2 ** (8 * SECRET) else SHARE)  # longer than any secret: a share was wrong
 
 
 @functools.lru_cache(maxsize=64)  # the secrets of a circle have shares at the same positions
