@@ -1,7 +1,6 @@
 """Clicks from a file to recommendations: what counts as a click, who is measured how, and what stands beside it."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -15,13 +14,12 @@ from fedrecon._src.data.sources import DataError
 from fedrecon._src.models.factorization import ranking_params
 from fedrecon._src.recommend import ranking
 from fedrecon._src.recommend.cold_start import blend_popularity, repeat_shuffled
-from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, check_config
+from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, change_settings, check_config
 from fedrecon._src.recommend.default_training import prepare_training
 from fedrecon._src.recommend.evaluation_table import compare_with_baselines
 from fedrecon._src.recommend.settings import Ranking
 from fedrecon._src.recommend.task import Users
-from fedrecon._src.recommend.tasks import CLICKS
-from fedrecon._src.recommend.tasks import clicks as clicks_task
+from fedrecon._src.recommend.tasks import CLICKS, build_algorithm
 from fedrecon._src.recommend.tasks.clicks import (
     LENGTHS,
     PRIORS,
@@ -378,13 +376,21 @@ def test_the_usual_length_is_kept_where_length_does_not_matter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sign", "prior"), [(1, PRIORS[-1]), (-1, PRIORS[0])])
-def test_a_run_has_the_prior_that_ranks_better_for_validation_users(folder, monkeypatch, sign, prior):
-    config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
-    calls = itertools.count()  # scores rise or fall from call to call, and priors are scored in order
-    monkeypatch.setattr(clicks_task, "rank_for_judges", lambda *_: lambda scorer: sign * next(calls))
-    ready = prepare_training(dataclasses.replace(config, rounds=3), clicks)
-    assert ready.config.model.prior == prior
+@pytest.mark.parametrize("seed", [0, 1])  # with the first the larger prior ranks better, with the second the smaller
+def test_a_run_has_the_prior_that_ranks_better_for_validation_users(tmp_path, seed):
+    lines = [",".join(map(str, row)) for row in rows_of_two_kinds(seed=seed)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["user,item,count,time", *lines]) + "\n")
+    config, clicks = load(tmp_path / "clicks.csv", fractions=(0.6, 0.2, 0.2))
+    config = change_settings(config, {"rounds": 60, "server.learning_rate": 0.05, "model.dim": 8})
+
+    def ndcg(prior):
+        ready = prepare_training(change_settings(config, {"rounds": 20, "model.prior": prior}), clicks)
+        train = ready.users.train
+        algorithm = build_algorithm(ready.config, ready.model, train.num_examples)
+        run = fr.train(algorithm, train, rounds=20, clients_per_round=config.sampling, seed=config.seed)
+        return rank_for_judges(ready.config, ready.users, 20)(ranking.score_by_factors(run.params, 0.4, 1.0))
+
+    assert prepare_training(config, clicks).config.model.prior == max(PRIORS, key=ndcg)
 
 
 @pytest.mark.slow
@@ -401,7 +407,7 @@ def test_ease_beside_a_model_has_the_ridge_that_ranks_best_for_validation_users(
     holdout = ranking.split_items(users.test, fr.split.fraction(0.8))
     scores = []
     for ridge in (0.1, 1e6):
-        monkeypatch.setattr(clicks_task, "EASE_RIDGES", (ridge,))
+        monkeypatch.setattr("fedrecon._src.recommend.tasks.clicks.EASE_RIDGES", (ridge,))
         scores.append(CLICKS.baselines(config, CLICKS.legend(config, clicks), users, users.test)["EASE"]["ndcg@100"])
         scorer = ranking.ease(ranking.item_sets(users.train), clicks.num_items, ridge=ridge)
         assert scores[-1] == ranking.rank(scorer, holdout, clicks.num_items).metrics["ndcg@100"]
@@ -410,7 +416,7 @@ def test_ease_beside_a_model_has_the_ridge_that_ranks_best_for_validation_users(
         ridge: measure(ranking.ease(ranking.item_sets(users.train), clicks.num_items, ridge=ridge))
         for ridge in (0.1, 1e6)
     }
-    monkeypatch.setattr(clicks_task, "EASE_RIDGES", (0.1, 1e6))
+    monkeypatch.setattr("fedrecon._src.recommend.tasks.clicks.EASE_RIDGES", (0.1, 1e6))
     chosen = CLICKS.baselines(config, CLICKS.legend(config, clicks), users, users.test)["EASE"]["ndcg@100"]
     assert scores[0] != scores[1]
     assert chosen == scores[by_ridge[1e6] > by_ridge[0.1]]
