@@ -3,7 +3,7 @@
 python -m studies ranking --data ml-1m.zip --out study
 python -m studies ranking --data clicks.csv --out study --only popularity ease federated
 
-Of MovieLens, items with a rating of 4 or 5 count; of a file of clicks, all.
+For MovieLens, items with a rating of 4 or 5 count; for a file of clicks, all items.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ClicksData:
 
 def load(source: str, progress: Progress = silent) -> ClicksData:
     """Load what people like: by ratings of MovieLens, or by any file of clicks."""
-    rated = "movielens" in source or Path(source).name.startswith("ml-")
+    rated = Path(source).name.startswith(("movielens", "ml-"))
     config = ClicksConfig(data=ClickData(source=source, at_least=AT_LEAST if rated else None))
     return ClicksData(CLICKS.load(config, progress), config)
 
@@ -204,7 +204,7 @@ def train_federated(
       users: who trains, and who chooses settings.
       progress: a progress display.
     """
-    ready = CLICKS.prepare(config, clicks, users, CLICKS.legend(config, clicks), progress=progress)
+    ready = CLICKS.prepare(config, clicks, users, CLICKS.legend(config, clicks, users), progress=progress)
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
     layout = build_layout(ready.config, ready.model)
     evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)

@@ -59,8 +59,8 @@ TASKS = {
     "once": "The same with 100,000 clients, each taking part at most once, accuracy",
 }
 METRIC = {"ratings": "rmse"}  # of other tasks: accuracy
-MADE = ("classes", "once")  # tasks on synthetic data
-ON_MADE_DATA = ("lg_fedavg", "fedbn", "local")  # methods whose models only these have
+SYNTHETIC = ("classes", "once")  # tasks
+SYNTHETIC_ONLY = ("lg_fedavg", "fedbn", "local")  # methods whose models only these tasks have
 
 
 class Task(NamedTuple):
@@ -245,7 +245,8 @@ class RelativesData:
             "80 % of the clients train, on the first 80 % of their examples; rates are chosen on 10 %, and 10 % are "
             "tested. Half of the examples of a client who is not in training are support.",
             "The server takes the mean change (for ratings by Adam with rate .03, for next words by FedYogi with rate "
-            ".02), with Reptile half of it.",
+            ".02), with Reptile half of it. Local training has no rounds; it takes four times as many steps as others "
+            "take to adapt.",
         ]
 
 
@@ -385,7 +386,7 @@ def run_job(job: Job, data: RelativesData, seed: int, part: str = "test", progre
     trials: list[dict[str, float]] = []
     best = None
     rates = list(job.candidates["learning_rate"])
-    for number in range(len(rates) + 1):
+    for number in range(len(rates) + (len(rates) > 1)):
         rate = rates[number] if number < len(rates) else rate_beyond(trials)
         algorithm = make(task, rate)
         options: dict[str, Any] = {"clients_per_round": sampling, "seed": seed}
@@ -448,7 +449,7 @@ def _job(task: str, method: str) -> Job:
 
 def methods_of(task: str) -> list[str]:
     """Return the methods that a task has models for."""
-    return [method for method in METHODS if task in MADE or method not in ON_MADE_DATA]
+    return [method for method in METHODS if task in SYNTHETIC or method not in SYNTHETIC_ONLY]
 
 
 JOBS = tuple(_job(task, method) for task in TASKS for method in methods_of(task))
@@ -511,7 +512,7 @@ def _none_beats(measure: str, results: Results) -> tuple[bool, str]:
 def _bars(results: Results) -> dict[str, Any]:
     rows = {}
     for method, (title, _) in METHODS.items():
-        rows[title] = [metric_of(results, f"{task}-{method}").mean for task in MADE]
+        rows[title] = [metric_of(results, f"{task}-{method}").mean for task in SYNTHETIC]
     return {"rows": rows, "keeping": [METHODS[name][0] for name in KEEPING]}
 
 
@@ -527,7 +528,7 @@ def _draw(numbers: dict[str, Any], figure: Any) -> None:
 
 
 KIND = Kind(load, run_job, ("accuracy", "rmse", "loss"), maximize=True, quick_rounds=100)
-_MADE = tuple(f"{task}-{method}" for task in MADE for method in METHODS)
+_SYNTHETIC_JOBS = tuple(f"{task}-{method}" for task in SYNTHETIC for method in METHODS)
 STUDY = Study(
     name="relatives",
     title="Federated Reconstruction and its relatives",
@@ -542,7 +543,7 @@ STUDY = Study(
             "relatives",
             "Clients that take part at most once",
             "Methods whose clients keep something from round to round are red.",
-            _MADE,
+            _SYNTHETIC_JOBS,
             _bars,
             _draw,
         ),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -102,10 +103,21 @@ def test_popularity_counts_where_the_model_knows_less(number):
 
     assert blend([0, 0, 1, 1], clients) == [1, 0, 0, 0, 0, 0], "0 and 1 go together, and so do 2 and 3"
     first = clients.take(np.arange(0, 2 * number, 2))
-    assert blend([0, 0, 1, 1], first)[1:] == 5 * [1e3], "the model is right, but popularity is as well"
-    assert blend([0, 1, 0, 0], first)[1:] == 5 * [1e3], (
+    assert blend([0, 0, 1, 1], first)[1:] == 5 * [1.0], "the model is right, but popularity is as well"
+    assert blend([0, 1, 0, 0], first)[1:] == 5 * [1.0], (
         "popularity ranks better than a model in which 1 goes with nothing"
     )
+
+
+def test_whoever_gets_popularity_alone_is_measured_with_the_others(folder):
+    config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
+    ready = prepare_training(change_settings(config, {"rounds": 1}), clicks)
+    params = jax.tree.map(np.array, ready.model.init_global(jax.random.key(0)))
+    params["popularity_weight"][:4] = 1  # of people with less than 10 items
+    people = fr.Clients.from_columns({"item": np.arange(60) % 20}, client=np.repeat([0, 1, 2, 3], [4, 6, 25, 25]))
+    algorithm = build_algorithm(ready.config, ready.model, 100)
+    found = fr.evaluate(algorithm, params, people, split=fr.split.fraction(0.8))
+    assert (found.clients, found.diverged) == (4, 0)
 
 
 def test_evaluation_of_a_run_gives_what_training_gave(folder, capsys):
@@ -394,11 +406,15 @@ def test_a_run_has_the_prior_that_ranks_better_for_validation_users(tmp_path, se
 
 
 @pytest.mark.slow
-def test_a_run_cannot_go_on_for_more_rounds_if_its_prior_was_chosen_after_a_share_of_them(folder, tmp_path, capsys):
+def test_a_resumed_run_keeps_the_prior_that_it_began_with(folder, tmp_path):
     command = ["train", str(folder / "clicks.csv"), "--task", "clicks", "--out", str(tmp_path / "run"), *OPTIONS]
     assert main([*command, "--rounds", "3", "--server.decay-rounds", "5"]) == 0
-    assert main(["train", "--resume", str(tmp_path / "run"), "--rounds", "6"]) != 0
-    assert "must stay 3 to continue" in capsys.readouterr().err
+    run = fr.RunFolder(tmp_path / "run")
+    assert run.description()["found_by_training"]["model.prior"] in PRIORS
+    with run.lock():
+        run.describe({**run.description(), "found_by_training": {"model.prior": 7.0}})
+    assert main(["train", "--resume", str(tmp_path / "run"), "--rounds", "6"]) == 0
+    assert fr.recommend.load(tmp_path / "run").saved.config.model.prior == 7
 
 
 def test_ease_beside_a_model_has_the_ridge_that_ranks_best_for_validation_users(folder, monkeypatch):

@@ -221,7 +221,7 @@ def test_popularity_decides_for_a_person_without_items_and_is_blended_in_for_oth
     clients = Clients.from_columns({"item": np.array([0], np.int32)}, client=np.array([0]))
     algorithm = ials(fr.models.ranking_factorization(3, 1), unobserved=0.2, ridge=1.0)
     sets = ranking.item_sets(clients)._replace(users=2)  # the second has none
-    expected = [[1 / 3 + 0.125, 2 / 3 + 0.25, 0.5], [0.25, 0.5, 1]]
+    expected = [[1 / 6 + 0.125, 1 / 3 + 0.25, 0.5], [0.25, 0.5, 1]]
     np.testing.assert_allclose(ranking.score_by_factors(params, 0.2, 1.0)(sets), expected, atol=1e-6)
     np.testing.assert_allclose(ranking.score_by_model(algorithm, params)(sets), expected, atol=1e-6)
 

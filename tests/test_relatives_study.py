@@ -8,12 +8,12 @@ import pytest
 from studies.relatives import (
     JOBS,
     KEEPING,
-    MADE,
     METHODS,
-    ON_MADE_DATA,
     RATES,
     SEEN,
     STUDY,
+    SYNTHETIC,
+    SYNTHETIC_ONLY,
     TASKS,
     RelativesData,
     make_classes,
@@ -36,7 +36,7 @@ def by_name(name):
 
 
 def test_every_task_has_every_method_that_it_has_a_model_for():
-    assert len(JOBS) == len(TASKS) * len(METHODS) - len(ON_MADE_DATA) * (len(TASKS) - len(MADE))
+    assert len(JOBS) == len(TASKS) * len(METHODS) - len(SYNTHETIC_ONLY) * (len(TASKS) - len(SYNTHETIC))
     assert len({len(job.candidates["learning_rate"]) for job in JOBS}) == 1  # equally many trials
 
 
@@ -54,6 +54,11 @@ def test_clients_of_made_data_share_a_body_and_disagree_about_heads():
 def test_the_third_rate_is_beyond_the_better_of_two(losses, rate):
     trials = [{"learning_rate": tried, "valid": loss} for tried, loss in zip((1.0, 3.0), losses, strict=True)]
     assert rate_beyond(trials) == rate
+
+
+def test_a_shortened_job_tries_one_rate():
+    job = by_name("classes-local").shorten(2, {})
+    assert len(run_job(job, DATA, seed=0)["trials"]) == 1
 
 
 def test_later_examples_of_those_who_train_are_not_trained_on():

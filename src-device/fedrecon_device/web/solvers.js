@@ -111,7 +111,7 @@ function inner(model, local, item) {
   let sum = 0;
   for (let k = 0; k < model.dim; k++) sum += model.embedding[item * model.dim + k] * local[first + k];
   const last = first + model.dim;
-  if (model.popularity && local.length > last) return sum + model.popularity[item] * local[last];
+  if (model.popularity && local.length > last) return sum + (model.popularity[item] - sum) * local[last];
   for (let k = 0; model.traits && k < model.width; k++) sum += model.traits[item * model.width + k] * local[last + k];
   return model.bias ? sum + model.bias[item] + model.mean + local[0] : sum;
 }

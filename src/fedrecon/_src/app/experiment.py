@@ -27,6 +27,7 @@ from fedrecon._src.recommend.config import (
     check_config,
     config_from_json,
     differences,
+    get_setting,
     to_json,
 )
 from fedrecon._src.recommend.default_training import prepare_training, train_model
@@ -101,9 +102,7 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
     done = folder.rounds_done()
     settings, facts = read_run(folder.path)
     changed = differences(to_json(settings), to_json(config))
-    # Rates would have been others, or the prior, which is chosen after a share of the rounds.
-    by_rounds = config.server.decay_rounds == "all" or getattr(config.model, "prior", None) == "auto"
-    if settings.rounds != config.rounds and by_rounds:
+    if settings.rounds != config.rounds and config.server.decay_rounds == "all":  # rates would have been others
         changed["rounds"] = settings.rounds, config.rounds
     for setting, (before, after) in changed.items():
         raise ConfigError(setting, after, f"must stay {before!r} to continue the run in {folder.path}")
@@ -115,6 +114,7 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         "it has no checkpoint any more, only its model": done is not None or not is_over,
         f"it is past round {config.most_rounds}: it has done {done}": (done or 0) <= config.most_rounds,
         f"{RUN} does not say where it began": is_layout and isinstance(facts.get("resumed"), list),
+        f"{RUN} does not say what it found by training": isinstance(facts.get("found_by_training"), dict),
     }
     rules = {
         f"the run in {folder.path} cannot be resumed: {obstacle}. Start over with --overwrite.": holds
@@ -270,7 +270,9 @@ def run_experiment(
         if earlier:
             before, advice = earlier["data"]["fingerprint"], "; restore the data, or train again with --overwrite"
             check_fingerprint(folder.path, config.data.source, before, fingerprint, StorageError, advice)
-        prepared = prepare_training(config, data, progress)
+        found = earlier["found_by_training"] if earlier else {}
+        prepared = prepare_training(change_settings(config, found), data, progress)
+        facts["found_by_training"] = {path: get_setting(prepared.config, path) for path in task.found_by_training}
         users = prepared.users
         protection = protect(prepared, earlier)
         algorithm = build_algorithm(protection.config, prepared.model, protection.examples, protection.aggregator)
@@ -315,6 +317,7 @@ def _run(
         "privacy": None if run.ledger is None else facts["privacy"] | run.ledger.to_dict(),
         "stopped": run.stopped,
         "best_round": run.best,
+        "remark": task.remark(run.params),
         "test": None if test is None else test.summary(),
     }
     folder.describe(facts | ending)

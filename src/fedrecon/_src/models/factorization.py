@@ -129,8 +129,9 @@ def ranking_factorization(
     without having them, and an offset for each item: having it says embedding plus offset about a person.
     `fr.federated_ials` trains them and keeps the matrix up to date.
 
-    Scores of items can be blended with their popularity, with a weight that depends on how many items a person has:
-    `popularity_weight` has one for persons with 0, 1, 2, 5, 10 and 20 items or more. At first, all but the first are 0.
+    Scores of items can be blended with their popularity, with a weight from 0 to 1 (popularity alone) that depends on
+    how many items a person has: `popularity_weight` has one for persons with 0, 1, 2, 5, 10 and 20 items or more. At
+    first, all but the first are 0.
 
     `fr.evaluate` reports `score` (the mean score of hidden items), and recall, NDCG and hit rate as `fr.recommend.rank`
     defines them, with support as known and query as hidden items.
@@ -155,7 +156,8 @@ def ranking_factorization(
 
     def predict(shared: Params, local: Params, batch: Batch) -> Array:
         personal = shared["item_embedding"][batch["item"]] @ local["user_embedding"]
-        return personal + local["popularity_weight"] * shared["item_popularity"][batch["item"]]
+        blend = local["popularity_weight"]
+        return (1 - blend) * personal + blend * shared["item_popularity"][batch["item"]]
 
     def squared_error(predictions: Array, batch: Batch) -> Weighted:
         return (predictions - 1) ** 2, jnp.ones_like(predictions) if weight is None else batch[weight]

@@ -23,7 +23,7 @@ from fedrecon._src.recommend.stopping import JUDGES
 from fedrecon._src.simulation.evaluation import reconstruct
 
 AFTER = BLEND_AFTER
-BLENDS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 1e3)  # the last is popularity alone
+BLENDS = (0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)  # the last is popularity alone
 MOST_USERS = 1000  # that these are measured on
 LEAST_USERS = 50  # that choose how much ratings say of a bias: fewer choose by chance
 EVIDENCE = "evidence/user_bias"
@@ -161,9 +161,9 @@ def blend_popularity(
     """Return global parameters of clicks with the weights of popularity that rank best for validation users.
 
     A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
-    whose items are limited to that many; where fewer than 10 have as many, the weight is that of fewer items. Where
-    fewer than 10 have any, the weight of `params` stays. Popularity alone is used for up to k items unless the model
-    beats it there by two standard errors, and for everybody unless the model beats it so with all known items.
+    whose items are limited to that many; where fewer than 10 have as many, the weight is that of fewer items.
+    Popularity alone is used for up to k items unless the model beats it there by two standard errors, and for everybody
+    unless the model beats it so with all known items.
 
     Args:
       params: of `models.ranking_factorization`.
@@ -182,7 +182,7 @@ def blend_popularity(
     def choose(people: np.ndarray, split: Split, sure: bool) -> float:
         holdout = ranking.split_items(chosen.take(people), split)
         scores = np.asarray(score(holdout.support))
-        by_blend = [ndcg_of_each(_add(scores, blend * popular), holdout, len(popular)) for blend in BLENDS]
+        by_blend = [ndcg_of_each(_blend(scores, popular, weight), holdout, len(popular)) for weight in BLENDS]
         best = int(np.argmax([values.mean() for values in by_blend]))
         gains = by_blend[best] - by_blend[-1]
         return BLENDS[best if sure or _exceeds_chance(gains, people % len(clients)) else -1]
@@ -194,7 +194,7 @@ def blend_popularity(
         weights[number] = choose(people, at_most(k, split), sure) if enough else weights[max(number - 1, 1)]
         sure = sure or (enough and weights[number] < BLENDS[-1])
     blended = {**params, "popularity_weight": weights}
-    scorers = (ranking.score_by_factors(blended, unobserved, ridge), _add(np.zeros((len(chosen), 1)), popular))
+    scorers = (ranking.score_by_factors(blended, unobserved, ridge), _blend(np.zeros((len(chosen), 1)), popular, 1))
     with_model, alone = (ndcg_of_each(scorer, whole, len(popular)) for scorer in scorers)
     measured = np.flatnonzero(num_hidden)
     if not _exceeds_chance((with_model - alone)[measured], measured % len(clients)):
@@ -208,9 +208,9 @@ def _exceeds_chance(gains: np.ndarray, person: np.ndarray) -> bool:
     return bool(by_person.mean() > 2 * by_person.std() / max(len(by_person) - 1, 1) ** 0.5)
 
 
-def _add(scores: np.ndarray, popular: np.ndarray) -> ranking.Scorer:
+def _blend(scores: np.ndarray, popular: np.ndarray, weight: float) -> ranking.Scorer:
     """Return a scorer of given users, which is asked for them a block at a time, in order."""
-    return score_seen(lambda begin, end: scores[begin:end] + popular)
+    return score_seen(lambda begin, end: (1 - weight) * scores[begin:end] + weight * popular)
 
 
 def ndcg_of_each(score: ranking.Scorer, holdout: ranking.Holdout, num_items: int) -> np.ndarray:

@@ -113,13 +113,15 @@ def _train(
     changes = {"data.source": "the data", **{paths[name]: value for name, value in options.items() if name in paths}}
     changes |= {path: value for path, value in model.items() if value is not None}
     ready = prepare_training(check_config(change_settings(preset_of(task_name), changes)), data, progress)
-    for remark in ready.remarks:
-        logger.info(remark)
+    for line in ready.remarks:
+        logger.info(line)
     algorithm = build_algorithm(ready.config, ready.model, ready.users.train.num_examples)
     layout = build_layout(ready.config, ready.model)
     evaluator = make_evaluator(ready.config, algorithm, ready.users, layout)
     callbacks = [*options.get("callbacks", ()), ProgressBar(progress)]
     run, saved = train_model(ready, algorithm, evaluator, layout=layout, callbacks=callbacks)
+    if remark := task_of(ready.config).remark(saved.params):
+        logger.info(remark)
     if saved.failed is not None:
         warnings.warn(f"training failed: {saved.failed}", stacklevel=3)
     if "out" in options:

@@ -531,7 +531,7 @@ def score_by_factors(params: Any, unobserved: float, ridge: float) -> Scorer:
         weight = np.ones(len(support.item), np.float32) if support.weight is None else support.weight
         users = [embed(support.item[a:b], weight[a:b]) for a, b in itertools.pairwise(bounds)]
         blend = weights[np.searchsorted(BLEND_AFTER, np.diff(bounds), side="right") - 1]
-        return np.asarray(users, np.float32) @ items.T + blend[:, None] * popularity
+        return (1 - blend[:, None]) * np.asarray(users, np.float32) @ items.T + blend[:, None] * popularity
 
     return scores
 

@@ -423,8 +423,8 @@ class Ranking:
       unobserved: the weight of an item that a user does not have; one that they have weighs 1.
       ridge: the penalty on a user's embedding.
       prior: the server's ridge on changes of item embeddings, against the sum over all clicks; auto takes 10 or 1,
-        whichever ranks better for validation users after a third of the rounds, and 10 where none are asked: without
-        patience, in deployments and private runs.
+        whichever ranks better for validation users after a third of the rounds, and 10 without validation users or
+        patience, in deployments and in private runs.
       init_scale: item embeddings of a private run start normal, with lengths of about this; others start spectral.
       second_order: differentiate through the reconstruction.
       both_ways: run every user twice in a round, the second time with support and query exchanged.

@@ -136,6 +136,7 @@ class Task(Protocol[C, D, L]):
       items_alone: whether a person can be given as items without ratings.
       by_client: whether metrics are of clients as a whole, so that there is one mean only.
       page_needs_onnx: whether a web page of a model runs its ONNX graphs.
+      found_by_training: settings for which several values are trained with; a resumed run keeps the one it began with.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Task(Protocol[C, D, L]):
     items_alone: bool = False
     by_client: bool = False
     page_needs_onnx: bool = False
+    found_by_training: tuple[str, ...] = ()
 
     # ---- data ----
 

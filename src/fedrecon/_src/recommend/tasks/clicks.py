@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,10 @@ def choose_start(
 ) -> tuple[int, float]:
     """Return how many dimensions of the spectral start suit validation users, and what to multiply its length by.
 
-    Of each number of dimensions, the length is the one that ranks best, untrained: the longer embeddings are, the more
-    a few items say about a person, because the ridge stays the same. Of all numbers of dimensions, it is the least that
-    ranks almost as well as more do. Below 128 the untrained start says too little about what training makes of it, so
-    fewer must rank best, as they do where there are few people or little to learn.
+    For each number of dimensions, the length is one that ranks better than the next ones, untrained: the longer
+    embeddings are, the more a few items say about a person, because the ridge stays the same. Of all numbers of
+    dimensions, it is the least that ranks almost as well as more do. Below 128 the untrained start says too little
+    about what training makes of it, so fewer must rank best, as they do where there are few people or little to learn.
 
     Args:
       config: the settings.
@@ -114,19 +114,23 @@ def choose_start(
         return min(LEAST_DIM, most) if dims else most, 1.0
     measure = rank_for_judges(config, users, len(counts))
 
+    @cache
     def rank_start(dim: int, index: int) -> tuple[float, int]:
         params = ranking_params(np.float32(LENGTHS[index]) * item_embedding[:, :dim], counts)
         return measure(_scorer(config, params)), -abs(index - USUAL)
 
-    best: dict[int, tuple[float, int]] = {}  # by dimensions: NDCG, and the index of the length
-    near = range(len(LENGTHS))
+    def climb(dim: int, index: int) -> int:
+        neighbours = range(len(LENGTHS))[max(index - 1, 0) : index + 2]
+        best = max(neighbours, key=partial(rank_start, dim))
+        return index if best == index else climb(dim, best)
+
+    lengths, index = {}, USUAL
     for dim in [*dims, most]:
-        (ndcg, _), index = max((rank_start(dim, index), index) for index in near)
-        best[dim] = ndcg, index
-        near = range(len(LENGTHS))[max(index - 1, 0) : index + 2]  # more dimensions want about this length
-    highest = max(best.values())[0]
-    dim = min(dim for dim in best if best[dim][0] >= (ALMOST if dim >= LEAST_DIM else 1) * highest)
-    return dim, LENGTHS[best[dim][1]]
+        lengths[dim] = index = climb(dim, index)
+    ndcg = {dim: rank_start(dim, index)[0] for dim, index in lengths.items()}
+    enough = {dim: (ALMOST if dim >= LEAST_DIM else 1) * max(ndcg.values()) for dim in lengths}
+    dim = min(dim for dim in lengths if ndcg[dim] >= enough[dim])
+    return dim, LENGTHS[lengths[dim]]
 
 
 def largest_dim(config: ClicksConfig, train: Clients, num_items: int) -> int:
@@ -144,8 +148,8 @@ def upload_bytes(dim: int, train: Clients) -> float:
     return 4 * (dim**2 + 2 * dim * train.num_examples / max(1, len(train)))
 
 
-def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
-    """Summarize the data, the client groups and the metrics."""
+def _remarks(config: ClicksConfig, clicks: Ratings, users: Users, length: float = 1.0) -> list[str]:
+    """Summarize the data, the client groups, the metrics and what was chosen."""
     density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
     dim = dim_of(config.model, 2**16)
     sent = upload_bytes(dim, users.train) / 1e3
@@ -155,7 +159,7 @@ def _remarks(config: ClicksConfig, clicks: Ratings, users: Users) -> list[str]:
         f"{say_left_out(clicks.skipped)} {describe_columns(clicks.recognised)}",
         say_rounds(config, users),
         f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes). "
-        f"Prior: {prior_of(config.model):g} (--model.prior).",
+        f"Embeddings start at {length:.0%} of the usual length. Prior: {prior_of(config.model):g} (--model.prior).",
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",
     ]
@@ -182,6 +186,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
     goal = NDCG
     serve = "recommend {run} --clicks FILE"
     items_alone = by_client = True
+    found_by_training = ("model.prior",)
 
     def view(self, config: ClicksConfig, clients: Clients) -> Clients:
         """Return clients with a weight for each item, if counts are used."""
@@ -239,7 +244,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         params = ranking_params(np.float32(length) * start[:, :dim], items.counts)
         model = start_from(self.build_model(config, items), params)
         config = self._choose_prior(config, users, len(items), model, progress)
-        return Ready(config, users, items, model, tuple(_remarks(config, clicks, users)))
+        return Ready(config, users, items, model, tuple(_remarks(config, clicks, users, length)))
 
     def _choose_prior(
         self, config: ClicksConfig, users: Users, num_items: int, model: Model, progress: Progress
@@ -287,7 +292,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         return cold_start.blend_popularity(params, users.valid, split, unobserved, ridge, divisions)
 
     def remark(self, params: Any) -> str | None:
-        alone = (np.asarray(params["popularity_weight"][1:]) >= cold_start.BLENDS[-1]).all()
+        alone = (np.asarray(params["popularity_weight"][1:]) == 1).all()
         return "kept popularity: the trained model is not clearly better for validation users" if alone else None
 
     # ---- evaluation ----
