@@ -179,20 +179,20 @@ def blend_popularity(
     whole = ranking.split_items(chosen, split)
     num_support, num_hidden = (np.bincount(part.user, minlength=part.users) for part in whole)
 
-    def choose(people: np.ndarray, split: Split, sure: bool) -> float:
+    def choose(people: np.ndarray, split: Split, beats_popularity: bool) -> float:
         holdout = ranking.split_items(chosen.take(people), split)
         scores = np.asarray(score(holdout.support))
         by_blend = [ndcg_of_each(_blend(scores, popular, weight), holdout, len(popular)) for weight in BLENDS]
         best = int(np.argmax([values.mean() for values in by_blend]))
         gains = by_blend[best] - by_blend[-1]
-        return BLENDS[best if sure or _exceeds_chance(gains, people % len(clients)) else -1]
+        return BLENDS[best if beats_popularity or _exceeds_chance(gains, people % len(clients)) else -1]
 
-    sure = False  # whether the model is better with fewer items: with more, it knows no less
+    beats_popularity = False  # with fewer items; with more, the model knows no less
     for number, k in enumerate(AFTER[1:], 1):
         people = np.flatnonzero((num_hidden > 0) & (num_support >= k))
         enough = len(np.unique(people % len(clients))) >= JUDGES
-        weights[number] = choose(people, at_most(k, split), sure) if enough else weights[max(number - 1, 1)]
-        sure = sure or (enough and weights[number] < BLENDS[-1])
+        weights[number] = choose(people, at_most(k, split), beats_popularity) if enough else weights[max(number - 1, 1)]
+        beats_popularity = beats_popularity or (enough and weights[number] < BLENDS[-1])
     blended = {**params, "popularity_weight": weights}
     scorers = (ranking.score_by_factors(blended, unobserved, ridge), _blend(np.zeros((len(chosen), 1)), popular, 1))
     with_model, alone = (ndcg_of_each(scorer, whole, len(popular)) for scorer in scorers)

@@ -292,8 +292,9 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
         return cold_start.blend_popularity(params, users.valid, split, unobserved, ridge, divisions)
 
     def remark(self, params: Any) -> str | None:
-        alone = (np.asarray(params["popularity_weight"][1:]) == 1).all()
-        return "kept popularity: the trained model is not clearly better for validation users" if alone else None
+        popularity_alone = (np.asarray(params["popularity_weight"][1:]) == 1).all()
+        text = "kept popularity: the trained model is not clearly better for validation users"
+        return text if popularity_alone else None
 
     # ---- evaluation ----
 
