@@ -161,9 +161,9 @@ def blend_popularity(
     """Return global parameters of clicks with the weights of popularity that rank best for validation users.
 
     A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
-    whose items are limited to that many; where fewer than 10 have as many, the weight is that of fewer items.
-    Popularity alone is used for up to k items unless the model beats it there by two standard errors, and for everybody
-    unless the model beats it so with all known items.
+    whose items are limited to that many, the last one by those with as many or more; where fewer than 10 have as many,
+    the weight is that of fewer items. Popularity alone is used for everybody unless the model beats it with all known
+    items by two standard errors.
 
     Args:
       params: of `models.ranking_factorization`.
@@ -179,33 +179,35 @@ def blend_popularity(
     whole = ranking.split_items(chosen, split)
     num_support, num_hidden = (np.bincount(part.user, minlength=part.users) for part in whole)
 
-    def choose(people: np.ndarray, split: Split, beats_popularity: bool) -> float:
+    def choose(people: np.ndarray, split: Split) -> float:
         holdout = ranking.split_items(chosen.take(people), split)
         scores = np.asarray(score(holdout.support))
-        by_blend = [ndcg_of_each(_blend(scores, popular, weight), holdout, len(popular)) for weight in BLENDS]
-        best = int(np.argmax([values.mean() for values in by_blend]))
-        gains = by_blend[best] - by_blend[-1]
-        return BLENDS[best if beats_popularity or _exceeds_chance(gains, people % len(clients)) else -1]
+        ndcg = [ndcg_of_each(_blend(scores, popular, weight), holdout, len(popular)).mean() for weight in BLENDS]
+        return BLENDS[int(np.argmax(ndcg))]
 
-    beats_popularity = False  # with fewer items; with more, the model knows no less
     for number, k in enumerate(AFTER[1:], 1):
         people = np.flatnonzero((num_hidden > 0) & (num_support >= k))
         enough = len(np.unique(people % len(clients))) >= JUDGES
-        weights[number] = choose(people, at_most(k, split), beats_popularity) if enough else weights[max(number - 1, 1)]
-        beats_popularity = beats_popularity or (enough and weights[number] < BLENDS[-1])
+        limited = split if k == AFTER[-1] else at_most(k, split)
+        weights[number] = choose(people, limited) if enough else weights[max(number - 1, 1)]
     blended = {**params, "popularity_weight": weights}
     scorers = (ranking.score_by_factors(blended, unobserved, ridge), _blend(np.zeros((len(chosen), 1)), popular, 1))
     with_model, alone = (ndcg_of_each(scorer, whole, len(popular)) for scorer in scorers)
-    measured = np.flatnonzero(num_hidden)
-    if not _exceeds_chance((with_model - alone)[measured], measured % len(clients)):
+    if not exceeds_chance(mean_by_person(with_model - alone, np.arange(len(chosen)) % len(clients))):
         weights[1:] = BLENDS[-1]
     return blended
 
 
-def _exceeds_chance(gains: np.ndarray, person: np.ndarray) -> bool:
-    """Return whether the mean gain of people, each maybe with several values, is more than two standard errors."""
-    by_person = (np.bincount(person, gains) / np.maximum(np.bincount(person), 1))[np.unique(person)]
-    return bool(by_person.mean() > 2 * by_person.std() / max(len(by_person) - 1, 1) ** 0.5)
+def mean_by_person(values: np.ndarray, person: np.ndarray) -> np.ndarray:
+    """Return the mean of each person's values that are not NaN, of persons with any."""
+    measured = np.isfinite(values)
+    count, total = np.bincount(person[measured]), np.bincount(person[measured], values[measured])
+    return total[count > 0] / count[count > 0]
+
+
+def exceeds_chance(gains: np.ndarray) -> bool:
+    """Return whether the mean gain of people is more than two standard errors."""
+    return bool(gains.mean() > 2 * gains.std() / max(len(gains) - 1, 1) ** 0.5)
 
 
 def _blend(scores: np.ndarray, popular: np.ndarray, weight: float) -> ranking.Scorer:

@@ -26,6 +26,7 @@ from fedrecon._src.data.sources import DataError
 from fedrecon._src.models import ranking_factorization
 from fedrecon._src.models.factorization import ranking_params
 from fedrecon._src.recommend import cold_start, ranking
+from fedrecon._src.recommend.cold_start import exceeds_chance
 from fedrecon._src.recommend.config import ClicksConfig, Reading, change_settings
 from fedrecon._src.recommend.rating_model import Items
 from fedrecon._src.recommend.recipe import (
@@ -50,7 +51,7 @@ from fedrecon._src.simulation.training import ProgressBar, train
 DIMS = (32, 64, 128, 256, 512, 1024)
 DEPLOYED_DIM, LEAST_DIM = 64, 128
 ALMOST = 0.98
-PRIORS = (10.0, 1.0)  # that are tried; the first where nothing is
+PRIORS = (10.0, 1.0)  # the usual one, and a weaker one that is tried
 LENGTHS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # of embeddings at the start, as multiples of the spectral start's
 USUAL = LENGTHS.index(1.0)
 TABLES, MOST_MEMORY = 8, 2**31  # of the server: embeddings, offsets, their start and Adam's moments, in bytes
@@ -81,11 +82,12 @@ def prior_of(settings: Ranking) -> float:
     return PRIORS[0] if settings.prior == "auto" else settings.prior
 
 
-def rank_for_judges(config: ClicksConfig, users: Users, num_items: int) -> Callable[[ranking.Scorer], float]:
-    """Return a function of a scorer: its NDCG@100 for validation users."""
-    judges = cold_start.repeat_shuffled(users.valid, divisions_of(config, users))
-    holdout = ranking.split_items(cold_start.first_users(judges), evaluation_split(config))
-    return lambda score: float(np.nanmean(cold_start.ndcg_of_each(score, holdout, num_items)))
+def rank_for_judges(config: ClicksConfig, users: Users, num_items: int) -> Callable[[ranking.Scorer], np.ndarray]:
+    """Return a function of a scorer: its NDCG@100 for each validation user, always the same users."""
+    judges = cold_start.first_users(cold_start.repeat_shuffled(users.valid, divisions_of(config, users)))
+    holdout = ranking.split_items(judges, evaluation_split(config))
+    person = np.arange(len(judges)) % len(users.valid)
+    return lambda score: cold_start.mean_by_person(cold_start.ndcg_of_each(score, holdout, num_items), person)
 
 
 def _scorer(config: ClicksConfig, params: Any) -> ranking.Scorer:
@@ -97,10 +99,10 @@ def choose_start(
 ) -> tuple[int, float]:
     """Return how many dimensions of the spectral start suit validation users, and what to multiply its length by.
 
-    For each number of dimensions, the length is one that ranks better than the next ones, untrained: the longer
-    embeddings are, the more a few items say about a person, because the ridge stays the same. Of all numbers of
-    dimensions, it is the least that ranks almost as well as more do. Below 128 the untrained start says too little
-    about what training makes of it, so fewer must rank best, as they do where there are few people or little to learn.
+    The longer embeddings are, the more a few items say about a person, because the ridge stays the same. The usual
+    length is changed, step by step, while that ranks clearly better, untrained. Of 128 dimensions and more, the least
+    are taken that rank almost as well as the best; fewer, only if they rank clearly better, because there the untrained
+    start says too little about what training makes of it.
 
     Args:
       config: the settings.
@@ -115,21 +117,23 @@ def choose_start(
     measure = rank_for_judges(config, users, len(counts))
 
     @cache
-    def rank_start(dim: int, index: int) -> tuple[float, int]:
+    def rank_start(dim: int, index: int) -> np.ndarray:
         params = ranking_params(np.float32(LENGTHS[index]) * item_embedding[:, :dim], counts)
-        return measure(_scorer(config, params)), -abs(index - USUAL)
+        return measure(_scorer(config, params))
 
     def climb(dim: int, index: int) -> int:
-        neighbours = range(len(LENGTHS))[max(index - 1, 0) : index + 2]
-        best = max(neighbours, key=partial(rank_start, dim))
-        return index if best == index else climb(dim, best)
+        for other in range(len(LENGTHS))[max(index - 1, 0) : index + 2]:
+            if exceeds_chance(rank_start(dim, other) - rank_start(dim, index)):
+                return climb(dim, other)
+        return index
 
-    lengths, index = {}, USUAL
-    for dim in [*dims, most]:
-        lengths[dim] = index = climb(dim, index)
-    ndcg = {dim: rank_start(dim, index)[0] for dim, index in lengths.items()}
-    enough = {dim: (ALMOST if dim >= LEAST_DIM else 1) * max(ndcg.values()) for dim in lengths}
-    dim = min(dim for dim in lengths if ndcg[dim] >= enough[dim])
+    lengths = {dim: climb(dim, USUAL) for dim in [*dims, most]}
+    ndcg = {dim: rank_start(dim, index) for dim, index in lengths.items()}
+    means, least = {dim: values.mean() for dim, values in ndcg.items()}, min(LEAST_DIM, most)
+    enough = ALMOST * max(mean for dim, mean in means.items() if dim >= least)
+    usual = min(dim for dim, mean in means.items() if dim >= least and mean >= enough)
+    fewer = [dim for dim in lengths if dim < least and exceeds_chance(ndcg[dim] - ndcg[usual])]
+    dim = max(fewer, key=lambda dim: means[dim], default=usual)
     return dim, LENGTHS[lengths[dim]]
 
 
@@ -249,7 +253,7 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
     def _choose_prior(
         self, config: ClicksConfig, users: Users, num_items: int, model: Model, progress: Progress
     ) -> ClicksConfig:
-        """Return the settings with the prior that ranks best for validation users after a third of the rounds."""
+        """Return the settings with the weaker prior if it ranks clearly better after a third of the rounds."""
         rounds = config.rounds // 3
         if config.model.prior != "auto" or config.patience is None or judges_of(users) < JUDGES or not rounds:
             return change_settings(config, {"model.prior": prior_of(config.model)})
@@ -273,11 +277,15 @@ class _ClicksTask(ItemsTask[ClicksConfig]):
             trained[prior] = run.params
         measure = rank_for_judges(config, users, num_items)
 
-        def ndcg(prior: float) -> float:
-            finite = np.isfinite(trained[prior]["gram"]).all()
-            return measure(_scorer(config, trained[prior])) if finite else 0.0
+        def ndcg(prior: float) -> np.ndarray:
+            diverged = not np.isfinite(trained[prior]["gram"]).all()
+            return np.zeros(1) if diverged else measure(_scorer(config, trained[prior]))
 
-        return change_settings(config, {"model.prior": broadcast(lambda: max(PRIORS, key=ndcg))})
+        def choose() -> float:
+            usual, weaker = map(ndcg, PRIORS)
+            return PRIORS[exceeds_chance(weaker - usual)]
+
+        return change_settings(config, {"model.prior": broadcast(choose)})
 
     def score(self, metrics: Mapping[str, float]) -> float:
         return -metrics.get(NDCG.name, np.nan)
@@ -355,7 +363,7 @@ def _tune_ease(config: ClicksConfig, sets: ranking.ItemSets, pairs: np.ndarray, 
         return fit(ridge=EASE_RIDGE)
     measure = rank_for_judges(config, users, len(pairs))
     scorers = (fit(ridge=ridge) for ridge in EASE_RIDGES)
-    return max(((measure(scorer), scorer) for scorer in scorers), key=lambda pair: pair[0])[1]
+    return max(((measure(scorer).mean(), scorer) for scorer in scorers), key=lambda pair: pair[0])[1]
 
 
 def _measure(scorers: Mapping[str, ranking.Scorer], config: ClicksConfig, clients: Clients, num_items: int) -> Table:
