@@ -14,7 +14,7 @@ from fedrecon._src.core.display import silent
 from fedrecon._src.data.sources import DataError
 from fedrecon._src.models.factorization import ranking_params
 from fedrecon._src.recommend import ranking
-from fedrecon._src.recommend.cold_start import blend_popularity, repeat_shuffled
+from fedrecon._src.recommend.cold_start import blend_popularity, exceeds_chance, repeat_shuffled
 from fedrecon._src.recommend.config import ClickData, ClicksConfig, Reconstruct, change_settings, check_config
 from fedrecon._src.recommend.default_training import prepare_training
 from fedrecon._src.recommend.evaluation_table import compare_with_baselines
@@ -357,7 +357,7 @@ def clicks_of_two_kinds(people):
     return fr.Clients.from_columns({"item": item}, client=np.repeat(np.arange(people), 7))
 
 
-def test_the_start_has_the_length_that_ranks_best_for_validation_users():
+def test_the_usual_length_is_changed_while_that_ranks_clearly_better():
     config, valid = ClicksConfig(), clicks_of_two_kinds(20)
     users = Users(valid, valid, valid)
     # Only the second dimension tells the kinds apart, and with short embeddings the ridge hides it.
@@ -369,13 +369,16 @@ def test_the_start_has_the_length_that_ranks_best_for_validation_users():
     assert dim == 2
     params = {factor: ranking_params(np.float32(factor) * start, counts) for factor in LENGTHS}
     scores = {factor: rank(ranking.score_by_factors(found, 0.4, 1.0)) for factor, found in params.items()}
-    assert scores[length] == max(scores.values()) > min(scores.values())
+    assert exceeds_chance(scores[1.4] - scores[1.0])
+    assert not exceeds_chance(scores[2.0] - scores[1.4])
+    assert length == 1.4
 
 
-@pytest.mark.parametrize(("column", "dim"), [(1, 32), (100, 128), (200, 256)])
-def test_as_many_dimensions_are_taken_as_tell_people_apart(column, dim):
+@pytest.mark.parametrize(("column", "noise", "dim"), [(1, 1, 32), (1, 0, 128), (100, 0, 128), (200, 0, 256)])
+def test_as_many_dimensions_are_taken_as_tell_people_apart_and_fewer_where_more_only_add_noise(column, noise, dim):
     clicks, start = clicks_of_two_kinds(20), np.zeros((20, 300), np.float32)
     start[:, 0] = 1
+    start[:, 40:] = noise * np.random.default_rng(0).normal(size=(20, 260))
     start[:, column] = np.repeat([1, -1], 10)
     assert choose_start(ClicksConfig(), Users(clicks, clicks, clicks), start, np.ones(20))[0] == dim
 
@@ -388,21 +391,14 @@ def test_the_usual_length_is_kept_where_length_does_not_matter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])  # with the first the larger prior ranks better, with the second the smaller
-def test_a_run_has_the_prior_that_ranks_better_for_validation_users(tmp_path, seed):
-    lines = [",".join(map(str, row)) for row in rows_of_two_kinds(seed=seed)]
-    (tmp_path / "clicks.csv").write_text("\n".join(["user,item,count,time", *lines]) + "\n")
-    config, clicks = load(tmp_path / "clicks.csv", fractions=(0.6, 0.2, 0.2))
-    config = change_settings(config, {"rounds": 60, "server.learning_rate": 0.05, "model.dim": 8})
-
-    def ndcg(prior):
-        ready = prepare_training(change_settings(config, {"rounds": 20, "model.prior": prior}), clicks)
-        train = ready.users.train
-        algorithm = build_algorithm(ready.config, ready.model, train.num_examples)
-        run = fr.train(algorithm, train, rounds=20, clients_per_round=config.sampling, seed=config.seed)
-        return rank_for_judges(ready.config, ready.users, 20)(ranking.score_by_factors(run.params, 0.4, 1.0))
-
-    assert prepare_training(config, clicks).config.model.prior == max(PRIORS, key=ndcg)
+@pytest.mark.parametrize("priors", [(1e6, 0.1), (0.1, 1e6)])
+def test_a_run_has_another_prior_if_it_ranks_clearly_better(folder, monkeypatch, priors):
+    """With steps of gradient descent that long, a strong prior diverges."""
+    config, clicks = load(folder / "clicks.csv", fractions=(0.6, 0.2, 0.2))
+    sgd = {"server.optimizer": "sgd", "server.learning_rate": 0.1, "server.decay_rounds": None}
+    config = change_settings(config, {"rounds": 60, "model.dim": 4, **sgd})
+    monkeypatch.setattr("fedrecon._src.recommend.tasks.clicks.PRIORS", priors)
+    assert prepare_training(config, clicks).config.model.prior == 0.1
 
 
 @pytest.mark.slow
@@ -429,13 +425,13 @@ def test_ease_beside_a_model_has_the_ridge_that_ranks_best_for_validation_users(
         assert scores[-1] == ranking.rank(scorer, holdout, clicks.num_items).metrics["ndcg@100"]
     measure = rank_for_judges(config, users, clicks.num_items)
     by_ridge = {
-        ridge: measure(ranking.ease(ranking.item_sets(users.train), clicks.num_items, ridge=ridge))
+        ridge: measure(ranking.ease(ranking.item_sets(users.train), clicks.num_items, ridge=ridge)).mean()
         for ridge in (0.1, 1e6)
     }
     monkeypatch.setattr("fedrecon._src.recommend.tasks.clicks.EASE_RIDGES", (0.1, 1e6))
     chosen = CLICKS.baselines(config, CLICKS.legend(config, clicks), users, users.test)["EASE"]["ndcg@100"]
     assert scores[0] != scores[1]
-    assert chosen == scores[by_ridge[1e6] > by_ridge[0.1]]
+    assert chosen == scores[int(by_ridge[1e6] > by_ridge[0.1])]
 
 
 def test_clicks_can_be_divided_by_time(tmp_path):
