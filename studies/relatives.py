@@ -524,7 +524,7 @@ def _draw(numbers: dict[str, Any], figure: Any) -> None:
         axes.plot(often, y, "o", color=color)
         axes.plot(once, y, "o", color=color, markerfacecolor="white")
     axes.set_yticks(range(len(numbers["rows"])), list(reversed(numbers["rows"])))
-    axes.set_xlabel("accuracy on unseen clients in %\nfilled: clients come back; hollow: each takes part at most once")
+    axes.set_xlabel("accuracy on unseen clients in %\nfilled: clients come back; hollow: at most once")
 
 
 KIND = Kind(load, run_job, ("accuracy", "rmse", "loss"), maximize=True, quick_rounds=100)
