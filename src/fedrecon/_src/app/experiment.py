@@ -114,7 +114,6 @@ def run_to_resume(config: Config, folder: RunFolder, resume: bool) -> dict[str, 
         "it has no checkpoint any more, only its model": done is not None or not is_over,
         f"it is past round {config.most_rounds}: it has done {done}": (done or 0) <= config.most_rounds,
         f"{RUN} does not say where it began": is_layout and isinstance(facts.get("resumed"), list),
-        f"{RUN} does not say what it found by training": isinstance(facts.get("found_by_training"), dict),
     }
     rules = {
         f"the run in {folder.path} cannot be resumed: {obstacle}. Start over with --overwrite.": holds
@@ -270,7 +269,7 @@ def run_experiment(
         if earlier:
             before, advice = earlier["data"]["fingerprint"], "; restore the data, or train again with --overwrite"
             check_fingerprint(folder.path, config.data.source, before, fingerprint, StorageError, advice)
-        found = earlier["found_by_training"] if earlier else {}
+        found = earlier.get("found_by_training", {}) if earlier else {}
         prepared = prepare_training(change_settings(config, found), data, progress)
         facts["found_by_training"] = {path: get_setting(prepared.config, path) for path in task.found_by_training}
         users = prepared.users
