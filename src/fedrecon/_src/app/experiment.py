@@ -269,8 +269,8 @@ def run_experiment(
         if earlier:
             before, advice = earlier["data"]["fingerprint"], "; restore the data, or train again with --overwrite"
             check_fingerprint(folder.path, config.data.source, before, fingerprint, StorageError, advice)
-        found = earlier.get("found_by_training", {}) if earlier else {}
-        prepared = prepare_training(change_settings(config, found), data, progress)
+        chosen_before = earlier.get("found_by_training", {}) if earlier else {}
+        prepared = prepare_training(change_settings(config, chosen_before), data, progress)
         facts["found_by_training"] = {path: get_setting(prepared.config, path) for path in task.found_by_training}
         users = prepared.users
         protection = protect(prepared, earlier)
