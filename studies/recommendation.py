@@ -211,7 +211,7 @@ def _clients_of(sets: ItemSets, **columns: np.ndarray) -> fr.Clients:
 
 
 def _fit_fedrecon(train: ItemSets, num_items: int, seed: int) -> Fitted:
-    """Train as `fedrecon train --task clicks` does: a tenth of the users chooses dimensions and does not train."""
+    """Train as `fedrecon train --task clicks` does: a tenth of the users chooses settings and does not train."""
     clients = _clients_of(train, rating=np.ones(len(train.item), np.float32))
     clicks = Ratings(clients.columns, clients.starts, clients.ends, item_ids=np.arange(num_items)).shuffle(seed)
     config = ClicksConfig(data=ClickData(source="the study"), seed=seed)

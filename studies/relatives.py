@@ -373,7 +373,7 @@ METHODS: Mapping[str, tuple[str, Make]] = {
 
 
 def run_job(job: Job, data: RelativesData, seed: int, part: str = "test", progress: Progress = silent) -> Any:
-    """Train a method on a task with three rates, and measure the best on unseen clients and on seen ones."""
+    """Train a method on a task with every rate, and measure the best on unseen clients and on seen ones."""
     start = time.perf_counter()
     name, method = job.name.split("-", 1)
     task = data.task(name)
@@ -524,7 +524,7 @@ def _draw(numbers: dict[str, Any], figure: Any) -> None:
         axes.plot(often, y, "o", color=color)
         axes.plot(once, y, "o", color=color, markerfacecolor="white")
     axes.set_yticks(range(len(numbers["rows"])), list(reversed(numbers["rows"])))
-    axes.set_xlabel("accuracy on unseen clients in %\nfilled: clients come back; hollow: at most once")
+    axes.set_xlabel("accuracy on unseen clients in %\nfilled: clients come back; hollow: they never do")
 
 
 KIND = Kind(load, run_job, ("accuracy", "rmse", "loss"), maximize=True, quick_rounds=100)

@@ -160,7 +160,7 @@ def blend_popularity(
 ) -> dict[str, Any]:
     """Return global parameters of clicks with the weights of popularity that rank best for validation users.
 
-    A person of one or two items is known so little that what is popular adds to it. Each weight is chosen by people
+    A person of one or two items is known so little that what is popular says more. Each weight is chosen by people
     whose items are limited to that many, the last one by those with as many or more; where fewer than 10 have as many,
     the weight is that of fewer items. Popularity alone is used for everybody unless the model beats it with all known
     items by two standard errors.

@@ -417,14 +417,15 @@ class Ranking:
 
     Attributes:
       dim: length of the embeddings; auto takes the least of 128, 256, 512 and 1024 that ranks within 2 % of the best
-        for validation users before training; 32 or 64 only if that ranks clearly better; 128 without validation users;
-        64 in deployments and private runs. Never more than `upload_bytes` allows.
+        for validation users before training; 32 or 64 only if that ranks clearly better; 128 with fewer than 10
+        validation users; 64 in deployments and private runs. Never more than `upload_bytes` allows, or than there are
+        items or training users.
       upload_bytes: how much a user may send in a round, on average, where `dim` is auto.
       unobserved: the weight of an item that a user does not have; one that they have weighs 1.
       ridge: the penalty on a user's embedding.
       prior: the server's ridge on changes of item embeddings, against the sum over all clicks; auto takes 10, or
-        1 if that ranks clearly better for validation users after a third of the rounds; 10 without validation users or
-        patience, in deployments and in private runs.
+        1 if that ranks clearly better for validation users after a third of the rounds; 10 with fewer than 10
+        validation users, without patience, in deployments and in private runs.
       init_scale: item embeddings of a private run start normal, with lengths of about this; others start spectral.
       second_order: differentiate through the reconstruction.
       both_ways: run every user twice in a round, the second time with support and query exchanged.

@@ -152,18 +152,19 @@ def upload_bytes(dim: int, train: Clients) -> float:
     return 4 * (dim**2 + 2 * dim * train.num_examples / max(1, len(train)))
 
 
-def _remarks(config: ClicksConfig, clicks: Ratings, users: Users, length: float = 1.0) -> list[str]:
+def _remarks(config: ClicksConfig, clicks: Ratings, users: Users, length: float | None = None) -> list[str]:
     """Summarize the data, the client groups, the metrics and what was chosen."""
     density = 100 * clicks.num_examples / max(1, len(clicks) * clicks.num_items)
     dim = dim_of(config.model, 2**16)
     sent = upload_bytes(dim, users.train) / 1e3
+    start = "" if length is None else f" Embeddings start at {length:.0%} of the usual length."
     return [
         f"users: {len(clicks):,}; items: {clicks.num_items:,}; clicks: {clicks.num_examples:,}, "
         f"{clicks.num_examples / max(1, len(clicks)):.1f} per user, {density:.3g} % of all pairs. "
         f"{say_left_out(clicks.skipped)} {describe_columns(clicks.recognised)}",
         say_rounds(config, users),
-        f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes). "
-        f"Embeddings start at {length:.0%} of the usual length. Prior: {prior_of(config.model):g} (--model.prior).",
+        f"dimensions: {dim}; a user sends {sent:,.0f} kB in a round, on average (--model.dim, --model.upload-bytes)."
+        f"{start} Prior: {prior_of(config.model):g} (--model.prior).",
         f"A share of each measured user's items is known ({config.split.evaluate}); the model must find the others "
         "among all items that are not known.",
     ]
